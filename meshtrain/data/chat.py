@@ -7,6 +7,7 @@ tokens of replies have weight 1.
 import dataclasses
 import datetime
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from meshtrain.data.prepare import inputs
 from meshtrain.data.source import Batch, Source, check_sizes
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.rounding import to_12_digits
 
 # T tokens of a text, or of all conversations
 
@@ -78,7 +80,7 @@ def build(
     tokens.check_tokenizers([corpus], vocab_size)
     starts = corpus.document_starts
     num_conversations = len(starts) - 1
-    num_train = num_conversations - int(np.ceil(num_conversations * heldout))
+    num_train = num_conversations - math.ceil(to_12_digits(num_conversations * heldout))
     border = int(starts[num_train])
     first, last = (0, border) if split == "train" else (border, corpus.num_tokens)
 

@@ -92,7 +92,7 @@ FORMATS = (
     Format("a TFRecord file", CONVERT, (".tfrecord", ".tfrecords")),
     Format("a PyTorch file", CONVERT, (".pt", ".pth")),
     Format("a safetensors file", CONVERT, (".safetensors",)),
-    Format("a pickle", CONVERT, (".pkl", ".pickle")),
+    Format("a file of Python objects", CONVERT, (".pkl",)),
     Format("a PDF", EXPORT, (".pdf",), b"%PDF-"),
     Format("a document", EXPORT, (".docx", ".odt", ".epub", ".rtf")),
     Format("a spreadsheet", CONVERT, (".xlsx", ".ods")),

@@ -5,6 +5,7 @@ corpus.py reads the files.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from meshtrain.data.source import (
     to_segmented_batch,
 )
 from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.rounding import to_12_digits
 
 # B batch, S sequence
 
@@ -100,7 +102,7 @@ def build(
 
     sources = []
     for corpus in corpora:
-        num_train = corpus.num_tokens - int(corpus.num_tokens * heldout)
+        num_train = corpus.num_tokens - math.floor(to_12_digits(corpus.num_tokens * heldout))
         source = split_source(
             Split(
                 corpus,

@@ -260,6 +260,12 @@ def test_the_data_are_known_by_tokens_and_template(tmp_path, folders):
     assert build(path, folders["marked"]).identity["data"] not in identities
 
 
+def test_the_held_out_conversations_are_the_fraction(tmp_path, folders):
+    path = write(tmp_path / "a.jsonl", LINES[:1] * 100)
+    source = build(path, folders["chatml"], heldout=0.07, split="heldout")
+    assert ": 7 conversations, " in source.description
+
+
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_json_array_of_conversations_is_named(tmp_path, folders, is_folder):
     path = tmp_path / "in" / "a.json"
