@@ -36,7 +36,6 @@ FILES = {
     "array.json.gz": (gzip.compress(b'[{"text": "a"}]'), "`gzip -dc .*array.json.gz . jq -c"),
     "texts.json": (b'["a", "b"]', "is a JSON array of texts, .*{text: .}"),
     "object.json": (b'{\n "data": [', "is a JSON object over several lines, .*jq -c . "),
-    "utf16": ("text ".encode("utf-16") * 9, "is UTF-16, .*iconv"),
     "rows.zip": (b"PK\x03\x04" * 9, "is an archive, .*unpack it"),
     "rows.dat": (b"\x93NUMPY\x01\0" * 9, "is a NumPy array, .*end in .npy"),
 }
@@ -69,7 +68,6 @@ OF_PREPARE = {
     "array.json.gz": "is a JSON array, not JSON lines; convert it with `gzip -dc ",
     "texts.json": "is a JSON array of texts, not JSON lines; convert it with `jq -c '.[] | ",
     "object.json": "is a JSON object over several lines, not JSON lines; write each object",
-    "utf16": "is UTF-16, not text; convert it with `iconv",
     "rows.zip": "is an archive, not text; unpack it first: `unzip ",
     "rows.dat": "is a NumPy array, not text; if it holds token ids, set data.path to it",
 }
