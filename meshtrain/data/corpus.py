@@ -244,10 +244,11 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
         except (ValueError, EOFError) as error:
             reason = str(error).partition(".")[0]  # without numpy's unsafe advice
             raise ConfigError(f"data.path={path} is not a .npy file: {reason}") from error
-        if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
+        # Integers of any size: the tokens of each row are checked when it is read.
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise ConfigError(
                 f"data.path={path} holds {tokens.dtype.name}{list(tokens.shape)}; "
-                f"use one dim of {', '.join(DTYPES)}"
+                f"use one dim of integers"
             )
         return np.asarray(tokens)
     if dtype not in DTYPES:

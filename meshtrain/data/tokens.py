@@ -286,7 +286,8 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
         is_valid = (part >= 0) & (part < vocab_size)
-        counts += np.bincount(part[is_valid], minlength=vocab_size)
+        # bincount accepts no uint64.
+        counts += np.bincount(part[is_valid].astype(np.int64), minlength=vocab_size)
     frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
 
