@@ -46,7 +46,7 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         print(*validate.validate(args.verify), sep="\n")
         return 0
     _check_flags(args)
-    files, notes = inputs.find_files(args.inputs, args.pattern, args.output)
+    files, notes = inputs.find_files(args.inputs, args.pattern, args.output, skip_bad=args.skip_bad)
     eos, bos = args.eos, bool(args.bos)
     # The texts of tokens that were not chosen by their spelling, as in folders of older versions.
     named = {}
@@ -54,6 +54,7 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         tokenizer_digest = f"bpe {args.train_bpe}"
     else:
         loaded = tokenizer.load(args.tokenizer)
+        notes += loaded.warnings
         tokenizer_digest = tokenizer.digest(loaded)
         named = loaded.configured
         if args.bos is None and loaded.adds_bos:
@@ -78,6 +79,8 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         if journal.is_done:
             print(f"{args.output} is already prepared")
             return 0
+        if args.separator and not journal.shards:
+            inputs.check_separator(files, args.separator)
         folder.write_folder(
             args.output,
             files,

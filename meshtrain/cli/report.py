@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         text = page.html(page.data_of(runs, args.verdict), live=False)
         _write(args.output, text)
         steps = sum(run.metrics.num_rows for run in runs)
-        print(f"written {args.output}: {len(runs)} runs, {steps:,} rows, {len(text):,} bytes")
+        size = args.output.stat().st_size
+        print(f"written {args.output}: {len(runs)} runs, {steps:,} rows, {size:,} bytes")
         return 0
     port = DEFAULT_PORT if args.port is None else args.port
     server, address = serve.server(lambda: page.data_of(runs, args.verdict), port)

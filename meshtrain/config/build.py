@@ -11,6 +11,7 @@ from meshtrain.config import checks
 from meshtrain.config.bind import bind
 from meshtrain.config.schema import BuildConfig, Config, OptimConfig
 from meshtrain.errors import ConfigError, did_you_mean
+from meshtrain.rounding import to_12_digits
 
 # What the function of each section returns; by name, because this module imports no jax.
 KINDS = {"model": "Model", "data": "Source", "optim": "GradientTransformation"}
@@ -86,8 +87,8 @@ def with_steps(cfg: Config, data: Any, *, step: int = 0, position: int = 0) -> C
             f"train.epochs={epochs:g}: this data has no size, so it has no epochs; set train.steps "
             "and train.epochs=0, or give an iterable with a length (__len__)"
         )
-    remaining = max(epochs * size - position, 0)
-    steps = step + math.ceil(remaining / global_batch - 1e-9)
+    remaining = max(to_12_digits(epochs * size) - position, 0)
+    steps = step + math.ceil(to_12_digits(remaining / global_batch))
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps, epochs=0.0))
 
 

@@ -7,6 +7,7 @@ tokens of replies have weight 1.
 import dataclasses
 import datetime
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from meshtrain.data.corpus import Corpus
 from meshtrain.data.prepare import inputs
 from meshtrain.data.source import Batch, Source, check_sizes
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import ConfigError, choice_faults, import_optional
+from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.rounding import to_12_digits
 
 # T tokens of a text, or of all conversations
 
@@ -78,7 +80,7 @@ def build(
     tokens.check_tokenizers([corpus], vocab_size)
     starts = corpus.document_starts
     num_conversations = len(starts) - 1
-    num_train = num_conversations - int(np.ceil(num_conversations * heldout))
+    num_train = num_conversations - math.ceil(to_12_digits(num_conversations * heldout))
     border = int(starts[num_train])
     first, last = (0, border) if split == "train" else (border, corpus.num_tokens)
 
@@ -154,8 +156,17 @@ def _find(path: str) -> list[Path]:
     if fault:
         raise ConfigError(f"data.path={path}: {fault}; give a .jsonl file or a folder of them")
     paths = [Path(path)]
-    if paths[0].is_dir():
+    is_folder = paths[0].is_dir()
+    if is_folder:
         paths, _ = files.find(paths[0], "*", key="data.path", skip=lambda name: name[0] == ".")
+    faults = []
+    for file in paths:
+        if is_folder and inputs.extension_of(file) not in EXTENSIONS:
+            continue
+        fault = inputs.format_fault(file, is_named=not is_folder)
+        if fault:
+            faults.append(f"data.path={path}: {file} {fault}, or leave it out")
+    _report_faults(faults)
     paths = [file for file in paths if inputs.extension_of(file) in EXTENSIONS]
     if not paths:
         raise ConfigError(
@@ -193,7 +204,7 @@ def _load(path: str, paths: tuple[Path, ...], fingerprint: str, tokenizer_path: 
             f"data.path={path}: holds no conversation; give JSON lines with `messages`"
         )
     corpus, is_learned = _tokenize(path, tokenizer, texts, spans)
-    warnings = []
+    warnings = [*tokenizer.warnings]
     if template.reads_clock:
         warnings.append(
             f"data.path={path}: the chat template asks for the date; the training data says "
@@ -430,10 +441,7 @@ def reply_encoder(file: Path) -> Encode:
     Unlike `Tokenizer.encode`, special tokens that are spelled in a text become these tokens, as
     transformers has it for the text of a chat template.
     """
-    package = import_optional("tokenizers")
-    model = package.Tokenizer.from_file(str(file))
-    model.no_truncation()
-    model.no_padding()
+    model, _ = tokenizers.read_huggingface(file)
 
     def encode(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         arrays = []

@@ -180,8 +180,9 @@ def _read_folder(
         known = formats.in_folder(file)
         if known:
             raise ConfigError(
-                f"data.path={path}: {file} is {known.name}, not text; {known.way_out}, or leave it "
-                f"out with data.pattern; to train on the bytes of all files, set data.dtype=uint8"
+                f"data.path={path}: {file} is {known.name}, not text; "
+                f"{formats.way_out(known, file)}, or leave it out with data.pattern; to train on "
+                f"the bytes of all files, set data.dtype=uint8"
             )
     sizes = [file.stat().st_size for file in paths]
     total = sum(sizes)
@@ -243,10 +244,11 @@ def _map_file(path: str, dtype: str) -> np.ndarray:
         except (ValueError, EOFError) as error:
             reason = str(error).partition(".")[0]  # without numpy's unsafe advice
             raise ConfigError(f"data.path={path} is not a .npy file: {reason}") from error
-        if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
+        # Integers of any size: the tokens of each row are checked when it is read.
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise ConfigError(
                 f"data.path={path} holds {tokens.dtype.name}{list(tokens.shape)}; "
-                f"use one dim of {', '.join(DTYPES)}"
+                f"use one dim of integers"
             )
         return np.asarray(tokens)
     if dtype not in DTYPES:
@@ -271,8 +273,9 @@ def _default_dtype(path: str, vocab_size: int) -> str:
     known = formats.of_file(path)
     if known:
         raise ConfigError(
-            f"data.path={path}: is {known.name}, not text; {known.way_out}; to train on the bytes "
-            f"of the file itself, set data.dtype=uint8"
+            f"data.path={path}: is {known.name}, not text; "
+            f"{formats.way_out(known, Path(path))}; to train on the bytes of the file itself, set "
+            f"data.dtype=uint8"
         )
     with open(path, "rb") as file:
         sample = file.read(1 << 16)

@@ -1,36 +1,88 @@
 """File formats that are neither plain text nor raw tokens: read as such, they would be noise."""
 
+import codecs
 import json
+import shlex
+import zlib
 from pathlib import Path
 from typing import NamedTuple
+
+from isal import igzip
 
 PREPARE = "tokenize it with `meshtrain prepare`, and set data.path to its --output"
 CONVERT = (
     "convert it to JSON lines or Parquet with a column of text and tokenize that with `meshtrain "
     "prepare`, or to a .npy file of token ids"
 )
-DECOMPRESS = "decompress it first"
-UNPACK = "unpack it first"
+EXPORT = "save it as text"
+LOOK_AT = 1 << 16  # bytes of the first line that are read
 
 
 class Format(NamedTuple):
     """A file format: how to recognise it, and what to do with such a file."""
 
     name: str
-    way_out: str
+    way_out: str  # for data.path; FILE stands for the file, LINES for the same with .jsonl
     extensions: tuple[str, ...]
     magic: bytes = b""  # the first bytes; b"": it has none
+    in_prepare: str = ""  # the way out for an input of `meshtrain prepare`; "": the same
 
 
-JSON_LINES = Format("JSON lines", PREPARE, (".jsonl", ".ndjson"))
-# Text that may well be a document itself, among the files of a folder.
-TEXTS = (
-    Format("JSON", PREPARE, (".json",)),
-    Format("a table", CONVERT, (".csv", ".tsv")),
+def _compressed(command: str, extensions: tuple[str, ...], magic: bytes = b"") -> Format:
+    return Format("compressed", f"decompress it first: `{command} FILE`", extensions, magic)
+
+
+def _archive(command: str, extensions: tuple[str, ...], magic: bytes = b"") -> Format:
+    return Format("an archive", f"unpack it first: `{command} FILE`", extensions, magic)
+
+
+JSON_LINES = Format(
+    "JSON lines",
+    PREPARE,
+    (".jsonl", ".ndjson"),
+    in_prepare="rename it to end in .jsonl",
 )
+JSON = Format("JSON", PREPARE, (".json",))
+
+
+def _json(name: str, command: str) -> Format:
+    """Returns what a file with the name of JSON lines may hold instead."""
+    return Format(
+        name,
+        f"{command}, and tokenize that with `meshtrain prepare`",
+        (),
+        in_prepare=command,
+    )
+
+
+JSON_ARRAY = _json("a JSON array", "convert it with `jq -c '.[]' FILE > LINES`")
+JSON_TEXTS = _json(
+    "a JSON array of texts", "convert it with `jq -c '.[] | {text: .}' FILE > LINES`"
+)
+JSON_OBJECT = _json(
+    "a JSON object over several lines",
+    "write each object on one line with `jq -c . FILE > LINES` (`.NAME[]` in place of `.` for a "
+    "list in it)",
+)
+TABLE = Format(
+    "a table",
+    CONVERT,
+    (".csv", ".tsv"),
+    in_prepare=(
+        "convert it to JSON lines or Parquet with a column of text; to tokenize the table itself "
+        "as text, give its folder and a --pattern"
+    ),
+)
+TEXTS = (JSON, TABLE)  # text that may well be a document itself, among the files of a folder
 FORMATS = (
     JSON_LINES,
-    Format("a Parquet file", PREPARE, (".parquet",), b"PAR1"),
+    Format(
+        "a Parquet file",
+        PREPARE,
+        (".parquet",),
+        b"PAR1",
+        in_prepare="rename it to end in .parquet",
+    ),
     Format("an Arrow file", CONVERT, (".arrow", ".feather"), b"ARROW1"),
     Format("a Feather file", CONVERT, (), b"FEA1"),
     Format("an ORC file", CONVERT, (".orc",)),
@@ -40,18 +92,50 @@ FORMATS = (
     Format("a TFRecord file", CONVERT, (".tfrecord", ".tfrecords")),
     Format("a PyTorch file", CONVERT, (".pt", ".pth")),
     Format("a safetensors file", CONVERT, (".safetensors",)),
-    Format("a PDF", CONVERT, (".pdf",), b"%PDF-"),
-    Format("a NumPy array", "rename it to end in .npy", (), b"\x93NUMPY"),
+    Format("a file of Python objects", CONVERT, (".pkl",)),
+    Format("a PDF", EXPORT, (".pdf",), b"%PDF-"),
+    Format("a document", EXPORT, (".docx", ".odt", ".epub", ".rtf")),
+    Format("a spreadsheet", CONVERT, (".xlsx", ".ods")),
+    Format(
+        "a NumPy array",
+        "rename it to end in .npy",
+        (),
+        b"\x93NUMPY",
+        in_prepare="if it holds token ids, set data.path to it: a .npy file needs no preparation",
+    ),
     Format("a NumPy archive", "save its array of token ids as .npy", (".npz",)),
-    Format("compressed", PREPARE, (".gz",), b"\x1f\x8b"),
-    Format("compressed", DECOMPRESS, (".zst", ".zstd"), b"\x28\xb5\x2f\xfd"),
-    Format("compressed", DECOMPRESS, (".bz2",), b"BZh91AY&SY"),
-    Format("compressed", DECOMPRESS, (".xz",), b"\xfd7zXZ\0"),
-    Format("compressed", DECOMPRESS, (".lz4",), b"\x04\x22\x4d\x18"),
-    Format("an archive", UNPACK, (".zip",), b"PK\x03\x04"),
-    Format("an archive", UNPACK, (".7z",), b"7z\xbc\xaf\x27\x1c"),
-    Format("an archive", UNPACK, (".tar", ".tgz")),
+    Format(
+        "compressed",
+        PREPARE,
+        (".gz",),
+        b"\x1f\x8b\x08",
+        in_prepare="rename it to end in .gz",
+    ),
+    _compressed("zstd -d", (".zst", ".zstd"), b"\x28\xb5\x2f\xfd"),
+    _compressed("bzip2 -dk", (".bz2",), b"BZh91AY&SY"),
+    _compressed("xz -dk", (".xz",), b"\xfd7zXZ\0"),
+    _compressed("xz -dk", (".lzma",)),
+    _compressed("lz4 -d", (".lz4",), b"\x04\x22\x4d\x18"),
+    _compressed("brotli -d", (".br",)),
+    _compressed("gzip -dk", (".z",)),
+    _archive("unzip", (".zip",), b"PK\x03\x04"),
+    _archive("7z x", (".7z",), b"7z\xbc\xaf\x27\x1c"),
+    _archive("unrar x", (".rar",), b"Rar!\x1a\x07"),
+    _archive("tar -xf", (".tar", ".tgz", ".tbz2", ".txz")),
 )
+
+
+def way_out(known: Format, path: Path, *, in_prepare: bool = False) -> str:
+    """Returns what to do with a file of this format, with its name in the command."""
+    text = (in_prepare and known.in_prepare) or known.way_out
+    file = shlex.quote(str(path))
+    if path.suffix == ".gz" and " FILE > " in text:
+        text = text.replace("`jq", f"`gzip -dc {file} | jq").replace(" FILE > ", " > ")
+        path = path.with_suffix("")
+    lines = path.with_suffix(".jsonl")
+    if lines.exists():  # perhaps the file itself
+        lines = path.with_name(f"{path.stem}-lines.jsonl")
+    return text.replace("FILE", file).replace("LINES", shlex.quote(str(lines)))
 
 
 def of_file(path: str | Path) -> Format | None:
@@ -60,27 +144,41 @@ def of_file(path: str | Path) -> Format | None:
     A text whose first line is a JSON object is JSON lines, whatever its name is.
     """
     path = Path(path)
-    found = _by_name(path, (*TEXTS, *FORMATS))
+    found = by_name(path)
+    if found in (JSON, JSON_LINES):
+        return of_json(first_line(path)) or found
     if found:
         return found
-    with open(path, "rb") as file:
-        first_line = file.readline(1 << 16)
-    found = _by_magic(first_line)
-    if found is None and _is_json_object(first_line):
-        found = JSON_LINES
-    return found
+    return _of_text(first_line(path))
+
+
+def of_input(path: Path, *, is_named: bool) -> Format | None:
+    """Returns the format of a file that `meshtrain prepare` would misread; None: it reads the file.
+
+    `is_named` is False for a file of a folder, in which a table or an object may be a document.
+    """
+    inner = path.with_suffix("") if path.suffix == ".gz" else path
+    found = by_name(inner)
+    if found in (JSON, JSON_LINES):
+        return of_json(first_line(path))
+    if inner.suffix.lower() == ".parquet":
+        return None
+    if found and (is_named or found not in TEXTS):
+        return found
+    line = first_line(path)
+    return _of_text(line) if is_named else by_magic(line)
 
 
 def in_folder(path: Path) -> Format | None:
     """Returns the format of a file in a folder of text; None: it is a text, perhaps of data."""
-    found = _by_name(path, FORMATS)
+    found = by_name(path, FORMATS)
     if found or not path.stat().st_size:
         return found
     with open(path, "rb") as file:
-        return _by_magic(file.read(16))
+        return by_magic(file.read(16))
 
 
-def _by_name(path: Path, formats: tuple[Format, ...]) -> Format | None:
+def by_name(path: Path, formats: tuple[Format, ...] = (*TEXTS, *FORMATS)) -> Format | None:
     """Returns the format that the extension names; rows.csv.gz is a table."""
     extensions = [path.suffix.lower()]
     if extensions == [".gz"]:
@@ -92,14 +190,50 @@ def _by_name(path: Path, formats: tuple[Format, ...]) -> Format | None:
     return None
 
 
-def _by_magic(first_bytes: bytes) -> Format | None:
+def by_magic(first_bytes: bytes) -> Format | None:
+    """Returns the format that the first bytes of a file tell."""
     for one in FORMATS:
         if one.magic and first_bytes.startswith(one.magic):
             return one
     return None
 
 
-def _is_json_object(line: bytes) -> bool:
+def _of_text(line: bytes) -> Format | None:
+    """Returns the format of a file whose name tells none; None: text or raw tokens."""
+    found = by_magic(line)
+    if found is None and is_json_object(line):
+        return JSON_LINES
+    return found
+
+
+def of_json(line: bytes) -> Format | None:
+    """Returns what a file with the name of JSON lines holds instead, by its first line; or None."""
+    found = by_magic(line)
+    if found:
+        return found
+    text = line.strip()
+    if text.startswith(b"["):
+        return JSON_TEXTS if text[1:].lstrip().startswith(b'"') else JSON_ARRAY
+    return JSON_OBJECT if text == b"{" else None
+
+
+def first_line(path: Path) -> bytes:
+    """Returns the first line of a file, or its beginning; decompressed if its name ends in .gz.
+
+    b"" for what cannot be read: opening the data reports it.
+    """
+    try:
+        if not path.stat().st_size:
+            return b""  # not opened: a file of /proc may wait for ever
+        with open(path, "rb") as raw:
+            file = igzip.IGzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+            return file.readline(LOOK_AT).removeprefix(codecs.BOM_UTF8)
+    except (OSError, EOFError, zlib.error):
+        return b""
+
+
+def is_json_object(line: bytes) -> bool:
+    """Returns whether a line is one: then the file is JSON lines."""
     if not line.lstrip().startswith(b"{"):
         return False
     try:

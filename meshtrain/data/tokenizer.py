@@ -44,6 +44,7 @@ class Tokenizer:
     adds_bos: bool = False  # whether its documents, or the texts of its model, begin with `bos`
     # The texts of `eos` and `bos` that only tokenizer_config.json tells, by its keys.
     configured: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()  # lines to log before it tokenizes data
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32) of a text of any length."""
@@ -251,16 +252,35 @@ EOS_TOKENS = (
 BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
 
 
-def _huggingface(path: Path) -> tuple[Tokenizer, dict[str, int]]:
-    """Returns the tokenizer in a tokenizer.json, and the id of each token."""
+def read_huggingface(path: Path) -> tuple[Any, list[str]]:
+    """Returns the `tokenizers.Tokenizer` in a tokenizer.json, and what was switched off in it.
+
+    It encodes a text of any length, and always to the same tokens: without truncation, padding and
+    dropout. Raises ConfigError if the file is no tokenizer.json.
+    """
     tokenizers = errors.import_optional("tokenizers")
     try:
         model = tokenizers.Tokenizer.from_file(str(path))
-        tokenizer_json = json.loads(model.to_str())
     except Exception as error:  # the package raises nothing more specific
         raise ConfigError(f"tokenizer {path} is not a tokenizer.json: {error}") from None
     model.no_truncation()
     model.no_padding()
+    warnings = []
+    # BPE dropout leaves out merges at random: other tokens each time a text is encoded.
+    dropout = getattr(model.model, "dropout", None)
+    if dropout:
+        model.model.dropout = None
+        warnings.append(
+            f"tokenizer {path}: sets dropout={dropout:.3g}, which makes tokens random; it is "
+            f"ignored, so a text always has the same tokens"
+        )
+    return model, warnings
+
+
+def _huggingface(path: Path) -> tuple[Tokenizer, dict[str, int]]:
+    """Returns the tokenizer in a tokenizer.json, and the id of each token."""
+    model, warnings = read_huggingface(path)
+    tokenizer_json = json.loads(model.to_str())
     model.encode_special_tokens = True
     ids = model.get_vocab(with_added_tokens=True)
     special = {token["content"] for token in tokenizer_json["added_tokens"] if token["special"]}
@@ -289,6 +309,7 @@ def _huggingface(path: Path) -> tuple[Tokenizer, dict[str, int]]:
         token_bytes=lambda: _token_bytes(ids, tokenizer_json),
         last_split_point=split_points.last_split_point if can_split else lambda text: 0,
         file=path,
+        warnings=warnings,
     )
     return tokenizer, ids
 

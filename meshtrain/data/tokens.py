@@ -5,6 +5,7 @@ corpus.py reads the files.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from meshtrain.data.source import (
     to_segmented_batch,
 )
 from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.rounding import to_12_digits
 
 # B batch, S sequence
 
@@ -100,7 +102,7 @@ def build(
 
     sources = []
     for corpus in corpora:
-        num_train = corpus.num_tokens - int(corpus.num_tokens * heldout)
+        num_train = corpus.num_tokens - math.floor(to_12_digits(corpus.num_tokens * heldout))
         source = split_source(
             Split(
                 corpus,
@@ -284,7 +286,8 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
         is_valid = (part >= 0) & (part < vocab_size)
-        counts += np.bincount(part[is_valid], minlength=vocab_size)
+        # bincount accepts no uint64.
+        counts += np.bincount(part[is_valid].astype(np.int64), minlength=vocab_size)
     frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
 

@@ -25,6 +25,7 @@ from meshtrain.ops import experts
 from meshtrain.parallel import context, expert
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
+from meshtrain.rounding import to_12_digits
 
 # B batch, S sequence, D model, F feed-forward of an expert, E experts, k experts per token, L
 # layers
@@ -191,7 +192,7 @@ def within_capacity(c: TransformerConfig, experts_BSk: jax.Array, batch: Batch) 
         order = np.arange(S)
         num_pads_B1 = batch.num_pads[:, None]
     # The capacity of an expert, by the number of tokens in a row.
-    capacities = [-int(-c.capacity_factor * n * k // E) for n in range(S + 1)]
+    capacities = [math.ceil(to_12_digits(c.capacity_factor * n * k / E)) for n in range(S + 1)]
     capacity_B1 = jnp.array(capacities)[S - num_pads_B1]
     natural = jnp.argsort(order)
     ranked = constrain(experts_BSk, "batch", None, None)[:, natural]

@@ -260,6 +260,35 @@ def test_the_data_are_known_by_tokens_and_template(tmp_path, folders):
     assert build(path, folders["marked"]).identity["data"] not in identities
 
 
+def test_the_held_out_conversations_are_the_fraction(tmp_path, folders):
+    path = write(tmp_path / "a.jsonl", LINES[:1] * 100)
+    source = build(path, folders["chatml"], heldout=0.07, split="heldout")
+    assert ": 7 conversations, " in source.description
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_json_array_of_conversations_is_named(tmp_path, folders, is_folder):
+    path = tmp_path / "in" / "a.json"
+    path.parent.mkdir()
+    path.write_text(f"[{', '.join(LINES)}]")
+    given = path.parent if is_folder else path
+    with pytest.raises(ConfigError) as error:
+        build(given, folders["chatml"])
+    assert f"data.path={given}: {path} is a JSON array, not JSON lines; convert" in str(error.value)
+
+
+def test_conversations_have_the_same_tokens_despite_dropout_in_the_tokenizer(tmp_path, folders):
+    path = write(tmp_path / "a.jsonl")
+    folder = put(tmp_path / "t", FOUND["templates"]["chatml"])
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["model"]["dropout"] = 0.5
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    source = build(path, folder)
+    assert any("sets dropout=0.5" in line for line in source.warnings)
+    expected = build(path, folders["chatml"])
+    assert source.read(np.arange(4)).tokens.tolist() == expected.read(np.arange(4)).tokens.tolist()
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [

@@ -1,5 +1,8 @@
 """Mixtures of sources: exact shares in each block, and no sample twice."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 
@@ -42,6 +45,40 @@ def test_the_source_of_a_sample_depends_only_on_its_index_beyond_10_to_the_12():
     for at in (0, 299, 300, 599):
         alone = mixture.assign(indices[at : at + 1], counts, block_key)
         assert (alone[0][0], alone[1][0]) == (sources[at], numbers[at])
+
+
+def excess(counts, degrees):
+    """Returns the chi-square of counts that should be equal, in standard deviations of it."""
+    expected = counts.mean()
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    return (chi_square - degrees) / math.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_every_order_of_a_few_samples_is_as_likely(n):
+    keys = np.random.SeedSequence(0).generate_state(10_000, np.uint64).tolist()
+    orders = np.stack([mixture.permute(np.arange(n), n, key) for key in keys])
+    assert (np.sort(orders) == np.arange(n)).all()
+    places = np.stack([np.bincount(column, minlength=n) for column in orders.T])
+    assert excess(places, (n - 1) ** 2) < 4
+    firsts = np.bincount(orders[:, 0] * n + orders[:, 1], minlength=n * n).reshape(n, n)
+    assert excess(firsts[~np.eye(n, dtype=bool)], n * (n - 1) - 1) < 4
+    if n <= 6:
+        number_of = {order: number for number, order in enumerate(itertools.permutations(range(n)))}
+        numbers = [number_of[tuple(order)] for order in orders.tolist()]
+        counts = np.bincount(numbers, minlength=len(number_of))
+        assert excess(counts, len(number_of) - 1) < 4
+
+
+def test_the_order_of_2_or_more_than_16_samples_stays_the_same_between_versions():
+    # A run that resumes reads the samples that it has not read: these orders must not change.
+    expected = {
+        2: [1, 0],
+        17: [15, 14, 4, 3, 16, 12, 8, 1],
+        100: [14, 15, 50, 32, 80, 38, 27, 73],
+    }
+    for n, order in expected.items():
+        assert mixture.permute(np.arange(min(n, 8)), n, 12345).tolist() == order
 
 
 @pytest.mark.parametrize(

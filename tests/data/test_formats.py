@@ -4,12 +4,14 @@ import bz2
 import gzip
 import json
 import lzma
+import shutil
+import subprocess
 
 import pytest
 
 from meshtrain.data import formats
 from meshtrain.errors import ConfigError
-from tests.lib.prepare import write_parquet
+from tests.lib.prepare import run, texts, write_parquet
 from tests.lib.token_files import all_tokens, build
 
 LINES = "".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(100)).encode()
@@ -27,9 +29,13 @@ FILES = {
     "rows.bin": (b"ARROW1\0\0" * 9, "is an Arrow file"),
     "rows.parquet": (b"PAR1" * 9, "is a Parquet file, .*meshtrain prepare"),
     "rows.tok": (b"PAR1\x15\x04" * 9, "is a Parquet file"),
-    "rows.txt.zst": (b"\x28\xb5\x2f\xfd" * 9, "is compressed, .*decompress it"),
+    "rows.txt.zst": (b"\x28\xb5\x2f\xfd" * 9, "is compressed, .*`zstd -d .*rows.txt.zst`"),
     "rows.b": (bz2.compress(LINES), "is compressed, .*decompress it"),
     "rows.x": (lzma.compress(LINES), "is compressed, .*decompress it"),
+    "array.json": (b'[\n{"text": "a"},\n', "is a JSON array, .*jq -c '.\\[\\]' .*array.json > "),
+    "array.json.gz": (gzip.compress(b'[{"text": "a"}]'), "`gzip -dc .*array.json.gz . jq -c"),
+    "texts.json": (b'["a", "b"]', "is a JSON array of texts, .*{text: .}"),
+    "object.json": (b'{\n "data": [', "is a JSON object over several lines, .*jq -c . "),
     "rows.zip": (b"PK\x03\x04" * 9, "is an archive, .*unpack it"),
     "rows.dat": (b"\x93NUMPY\x01\0" * 9, "is a NumPy array, .*end in .npy"),
 }
@@ -44,6 +50,61 @@ def test_a_file_of_a_known_format_is_rejected_unless_its_dtype_is_given(tmp_path
             build(tmp_path / name, dtype="", vocab_size=vocab_size)
     found = all_tokens(tmp_path / name, len(content), dtype="uint8", vocab_size=256)
     assert bytes(found) == content
+
+
+# What `meshtrain prepare` says about them; it reads the others.
+OF_PREPARE = {
+    "rows.txt": "is JSON lines, not text; rename it to end in .jsonl",
+    "rows": "is compressed, not text; rename it to end in .gz",
+    "rows.CSV": "is a table, not text; convert it to JSON lines or Parquet",
+    "rows.csv.gz": "is a table",
+    "rows.arrow": "is an Arrow file",
+    "rows.bin": "is an Arrow file",
+    "rows.tok": "is a Parquet file, not text; rename it to end in .parquet",
+    "rows.txt.zst": "is compressed, not text; decompress it first: `zstd -d ",
+    "rows.b": "is compressed, not text; decompress it first: `bzip2 -dk ",
+    "rows.x": "is compressed, not text; decompress it first: `xz -dk ",
+    "array.json": "is a JSON array, not JSON lines; convert it with `jq -c '.[]' ",
+    "array.json.gz": "is a JSON array, not JSON lines; convert it with `gzip -dc ",
+    "texts.json": "is a JSON array of texts, not JSON lines; convert it with `jq -c '.[] | ",
+    "object.json": "is a JSON object over several lines, not JSON lines; write each object",
+    "rows.zip": "is an archive, not text; unpack it first: `unzip ",
+    "rows.dat": "is a NumPy array, not text; if it holds token ids, set data.path to it",
+}
+
+
+@pytest.mark.parametrize("name", OF_PREPARE)
+def test_prepare_names_the_format_that_it_does_not_read(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(FILES[name][0])
+    (tmp_path / "good.txt").write_text("good")
+    flags = [tmp_path / name, tmp_path / "good.txt", f"--output={tmp_path / 'out'}"]
+    assert run(*flags) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / name}: {OF_PREPARE[name]}" in error
+    assert len(error.splitlines()) == 1 and error.endswith(", or leave it out\n")
+    assert run(*flags, "--skip_bad") == 0
+    assert f"skipped {tmp_path / name}: {OF_PREPARE[name]}" in capsys.readouterr().out
+    assert texts(tmp_path / "out") == ["good"]
+
+
+def test_a_folder_without_inputs_names_the_format_that_it_holds(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "rows.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    assert run(tmp_path / "in", f"--output={tmp_path / 'out'}") == 2
+    assert "rows.jsonl.zst is compressed: decompress it first: `zstd" in capsys.readouterr().err
+
+
+def test_the_command_converts_a_json_array_and_overwrites_nothing(tmp_path, capsys):
+    if not shutil.which("jq"):
+        pytest.skip("needs jq")
+    for name in ("it's.json", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
+        assert run(tmp_path / name, f"--output={tmp_path / 'out'}") == 2
+        subprocess.run(capsys.readouterr().err.split("`")[1], shell=True, check=True)
+    converted = [tmp_path / "it's.jsonl", tmp_path / "b-lines.jsonl"]
+    for number, path in enumerate(converted):
+        assert run(path, f"--output={tmp_path / str(number)}") == 0
+        assert texts(tmp_path / str(number)) == ["one", "two"]
 
 
 def test_a_real_parquet_file_is_recognised(tmp_path):

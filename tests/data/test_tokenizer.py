@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshtrain.data import prepared, split_points, tokenizer
+from meshtrain.data.chat import reply_encoder
 from meshtrain.errors import ConfigError
 from tests.lib.prepare import (
     TEXTS,
@@ -183,6 +184,25 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(tmp_path):
     expected = tokenizer.load(file).encode(TEXTS[1])
     file.write_text(json.dumps(described))
     assert tokenizer.load(file).encode(TEXTS[1]).tolist() == expected.tolist()
+
+
+def test_dropout_of_a_tokenizer_file_is_switched_off_and_named(tmp_path, capsys):
+    file = hugging_face(tmp_path / "t")
+    flags = [write_jsonl(tmp_path / "in", [prose(1, 300)]), f"--tokenizer={file}"]
+    expected = tokenizer.load(file).encode(prose(1, 300)).tolist()
+    assert run(*flags, f"--output={tmp_path / 'plain'}") == 0
+    assert "sets dropout" not in capsys.readouterr().out
+    described = json.loads(file.read_text())
+    described["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(described))
+
+    loaded = tokenizer.load(file)
+    assert loaded.encode(prose(1, 300)).tolist() == expected
+    ((of_chat, _),) = reply_encoder(file)([prose(1, 300)])
+    assert of_chat.tolist() == expected
+    assert run(*flags, f"--output={tmp_path / 'dropout'}") == 0
+    assert f"tokenizer {file}: sets dropout=0.5, which makes tokens" in capsys.readouterr().out
+    assert documents(tmp_path / "dropout") == documents(tmp_path / "plain") == [expected]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,19 @@ def test_raw_and_npy_files_hold_the_same_tokens(tmp_path, dtype):
     assert all_tokens(tmp_path / "array.npy", 5, dtype="") == list(numbers)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int64", "uint64", ">i8"])
+def test_a_npy_file_may_hold_integers_of_any_size(tmp_path, dtype):
+    numbers = np.array([3, 1, 100, 0, 7] * 5, dtype)
+    np.save(tmp_path / "array.npy", numbers)
+    assert all_tokens(tmp_path / "array.npy", 25, dtype="", vocab_size=101) == list(numbers)
+
+
+def test_a_token_beyond_32_bits_is_named(tmp_path):
+    np.save(tmp_path / "array.npy", np.array([3, 2**32 + 1, 5, 6, 7]))
+    with pytest.raises(ConfigError, match=r"holds token 4294967297 \(at byte 8 of "):
+        all_tokens(tmp_path / "array.npy", 5, dtype="")
+
+
 def test_a_folder_is_the_concatenation_of_its_matching_files_each_followed_by_a_zero(tmp_path):
     # `exclude` applies to subfolders, not to the folder itself or its parents.
     root = tmp_path / "skip"

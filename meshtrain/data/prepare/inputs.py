@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from isal import igzip
 
-from meshtrain.data import files, prepared
+from meshtrain.data import files, formats, prepared
 from meshtrain.errors import ConfigError, import_optional
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")  # one document per line
@@ -22,6 +22,7 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")  # one document per line
 # Of the files that are read in a folder; all but those of .parquet may end in .gz.
 EXTENSIONS = (".txt", *JSON_LINES, ".parquet")
 CHUNK = 1 << 20  # bytes read at a time
+MAX_SHOWN = 5  # lines about files of the same kind
 
 
 class Position(NamedTuple):
@@ -56,17 +57,20 @@ class ReadOptions:
     forbidden: str  # a character that documents must not contain; "": none
 
 
-def find_files(inputs: list[str], pattern: str, output: Path) -> tuple[list[Path], list[str]]:
+def find_files(
+    inputs: list[str], pattern: str, output: Path, *, skip_bad: bool = False
+) -> tuple[list[Path], list[str]]:
     """Returns the input files, including those in input folders, and lines about what is ignored.
 
-    Ignored are hidden files in folders, and what `meshtrain prepare` wrote: to `output`, or before.
+    Ignored are hidden files in folders, what `meshtrain prepare` wrote (to `output`, or before), a
+    file that another path names too, and with `skip_bad` files of a format that is not read.
     The order is shuffled with a fixed seed: training may hold out the end, which is then a fair
     sample. Raises ConfigError for an input that cannot be read, or a folder without matching files.
     """
     paths: list[Path] = []
     faults: list[str] = []
     ignored_folders: set[Path] = set()
-    num_unknown = 0  # files with other extensions
+    others: list[Path] = []  # files with other extensions
     for name in inputs:
         path = Path(name)
         fault = files.path_fault(path)
@@ -74,10 +78,11 @@ def find_files(inputs: list[str], pattern: str, output: Path) -> tuple[list[Path
             faults.append(f"{name}: {fault}; give files or folders of text")
             continue
         if path.is_dir():
-            matching, prepared_folders, num_others = _find_in_folder(name, pattern)
-            num_unknown += num_others
+            matching, prepared_folders, others_here = _find_in_folder(name, pattern)
+            others += others_here
         else:
             matching = [path]
+            others_here = []
             prepared_folders = [path.parent] if prepared.is_prepared(path.parent) else []
         in_output = [file for file in matching if output.resolve() in file.resolve().parents]
         ignored_folders.update(prepared_folders)
@@ -86,7 +91,10 @@ def find_files(inputs: list[str], pattern: str, output: Path) -> tuple[list[Path
             faults.append(f"--output={output}: holds {in_output[0]}, an input; use another folder")
         elif not matching and not prepared_folders:
             kinds = f"match --pattern={pattern}" if pattern else f"end in {', '.join(EXTENSIONS)}"
-            faults.append(f"{name}: no files in it {kinds}; give another folder or --pattern")
+            faults.append(
+                f"{name}: no files in it {kinds}; give another folder or --pattern"
+                f"{_known_format(others_here)}"
+            )
         paths += [file for file in matching if file.parent not in ignored_folders]
     if not paths and not faults:
         faults.append(f"{', '.join(inputs)}: written by `meshtrain prepare`; give the text itself")
@@ -95,13 +103,102 @@ def find_files(inputs: list[str], pattern: str, output: Path) -> tuple[list[Path
     notes = []
     for folder in sorted(ignored_folders):
         notes.append(f"ignored: {folder}, which `meshtrain prepare` wrote")
-    if num_unknown:
+    if others:
         notes.append(
-            f"ignored: {num_unknown:,} files that do not end in {', '.join(EXTENSIONS)}; "
-            f"--pattern=GLOB selects others"
+            f"ignored: {len(others):,} files that do not end in {', '.join(EXTENSIONS)}; "
+            f"--pattern=GLOB selects others{_known_format(others)}"
         )
+    paths, repeated = _without_repeated(paths)
+    notes += _first_of(repeated)
+    misread = {}
+    named = {Path(name) for name in inputs}
+    for path in paths:
+        fault = format_fault(path, is_named=path in named)
+        if fault:
+            misread[path] = f"{path}: {fault}, or leave it out"
+    if misread and not skip_bad:
+        raise ConfigError(*_first_of([*misread.values()]))
+    notes += [f"skipped {fault}" for fault in misread.values()]
+    paths = [path for path in paths if path not in misread]
     order = np.random.default_rng(0).permutation(len(paths))
     return [paths[number] for number in order], notes
+
+
+def format_fault(path: Path, *, is_named: bool) -> str:
+    """Returns why a file cannot be read as what its name says, and the way out; "": it can.
+
+    `is_named` is False for a file of a folder.
+    """
+    known = formats.of_input(path, is_named=is_named)
+    if known is None:
+        return ""
+    expected = "JSON lines" if extension_of(path) in JSON_LINES else "text"
+    return f"is {known.name}, not {expected}; {formats.way_out(known, path, in_prepare=True)}"
+
+
+def check_separator(paths: list[Path], separator: str) -> None:
+    """Raises ConfigError if no text file holds the separator; reads up to the first that does."""
+    text_files = [path for path in paths if extension_of(path) not in (*JSON_LINES, ".parquet")]
+    if not text_files:
+        raise ConfigError(
+            f"--separator={separator!r}: only text files are split, and the inputs have none; "
+            f"leave it out"
+        )
+    if any(_holds(path, separator.encode()) for path in text_files):
+        return
+    escape = "; in bash, $'\\n' is a newline" if "\\" in separator else ""
+    raise ConfigError(
+        f"--separator={separator!r}: does not occur in the inputs, of which {len(text_files):,} "
+        f"are text files{escape}; give the text between the documents, or leave it out: each file "
+        f"is then a document"
+    )
+
+
+def _holds(path: Path, separator: bytes) -> bool:
+    """Returns whether a file holds the separator; False if it cannot be read, reported later."""
+    try:
+        if not path.stat().st_size:
+            return False  # not opened: a file of /proc may wait for ever
+        with _open_at(path, 0) as (file, _):
+            end = b""  # of the chunk before: the separator may lie between two
+            while chunk := file.read(CHUNK):
+                if separator in end + chunk:
+                    return True
+                end = chunk[-len(separator) :]
+    except (OSError, EOFError, zlib.error):
+        pass
+    return False
+
+
+def _known_format(others: list[Path]) -> str:
+    """Returns what to do with the first of the files that has a known format; "": none has."""
+    for path in others:
+        known = formats.by_name(path)
+        if known:
+            return f" ({path} is {known.name}: {formats.way_out(known, path, in_prepare=True)})"
+    return ""
+
+
+def _without_repeated(paths: list[Path]) -> tuple[list[Path], list[str]]:
+    """Returns the paths without those of a file that an earlier one names, and a line for each.
+
+    Links, `./a` and `a`, or a folder and a file in it name a file more than once.
+    """
+    first_names: dict[tuple[int, int], Path] = {}
+    repeated = []
+    for path in paths:
+        found = path.stat()
+        first = first_names.setdefault((found.st_dev, found.st_ino), path)
+        if first is not path:
+            same = "which is named twice" if path == first else f"the same file as {first}"
+            repeated.append(f"ignored: {path}, {same}")
+    return list(first_names.values()), repeated
+
+
+def _first_of(lines: list[str]) -> list[str]:
+    """Returns the first MAX_SHOWN lines, and the number of further ones."""
+    num_more = len(lines) - MAX_SHOWN
+    return lines if num_more <= 0 else [*lines[:MAX_SHOWN], f"and {num_more:,} more"]
 
 
 def _is_output(folder: Path) -> bool:
@@ -109,10 +206,10 @@ def _is_output(folder: Path) -> bool:
     return (folder / prepared.JOURNAL).exists() or prepared.is_prepared(folder)
 
 
-def _find_in_folder(name: str, pattern: str) -> tuple[list[Path], list[Path], int]:
-    """Returns the files to read, the prepared folders, and the number of files left out.
+def _find_in_folder(name: str, pattern: str) -> tuple[list[Path], list[Path], list[Path]]:
+    """Returns the files to read, the prepared folders, and the files left out.
 
-    Without a pattern, files are left out by their extension; hidden ones are not counted.
+    Without a pattern, files are left out by their extension. Hidden ones are not returned.
     """
     with files.report_errors(name):
         paths, prepared_folders = files.find(
@@ -123,9 +220,13 @@ def _find_in_folder(name: str, pattern: str) -> tuple[list[Path], list[Path], in
         )
     visible = [file for file in paths if not file.name.startswith(".")]
     if pattern:
-        return visible, prepared_folders, 0
-    known = [file for file in visible if extension_of(file) in EXTENSIONS]
-    return known, prepared_folders, len(visible) - len(known)
+        return visible, prepared_folders, []
+    known = []
+    others = []
+    for file in visible:
+        same_kind = known if extension_of(file) in EXTENSIONS else others
+        same_kind.append(file)
+    return known, prepared_folders, others
 
 
 def extension_of(path: Path) -> str:
@@ -347,7 +448,8 @@ def parse_json(line: bytes) -> Any:
 def _parse_line(line: bytes, field: str) -> Any:
     parsed = parse_json(line)
     if not isinstance(parsed, dict) or field not in parsed:
-        raise ValueError(f"no field {field!r}")
+        names = ", ".join(map(repr, [*parsed][:MAX_SHOWN])) if isinstance(parsed, dict) else ""
+        raise ValueError(f"no field {field!r}" + (f" among {names}" if names else ""))
     return parsed[field]
 
 

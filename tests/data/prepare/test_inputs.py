@@ -3,6 +3,8 @@
 import gzip
 import hashlib
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,43 @@ def test_a_folder_is_its_known_files_except_hidden_ones_and_the_output(tmp_path)
     assert texts(tmp_path / "py") == ["c.py"]
 
 
+def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    Path("in/a.txt").write_text("a")
+    Path("in/b.txt").write_text("b")
+    Path("link.txt").symlink_to("in/a.txt")
+    os.link("in/a.txt", "hard.txt")
+    Path("folder").symlink_to("in")
+    names = ["in/a.txt", "./in/a.txt", tmp_path / "in/a.txt", "link.txt", "hard.txt", "in"]
+    assert run(*names, "folder", "in/b.txt", "--output=out") == 0
+    assert sorted(texts("out")) == ["a", "b"]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "ignored: in/a.txt, which is named twice"
+    assert printed[1] == f"ignored: {tmp_path / 'in/a.txt'}, the same file as in/a.txt"
+    assert printed[2] == "ignored: link.txt, the same file as in/a.txt"
+    assert printed[5] == "and 3 more"
+
+
+def test_a_separator_that_never_occurs_is_rejected(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(inputs, "CHUNK", 7)
+    (tmp_path / "a.txt").write_text("one\n\ntwo<|end|>three")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo"))
+    lines = write_jsonl(tmp_path / "in")
+    for flags, fault in [
+        (["--separator=<|END|>"], "does not occur in the inputs, of which 2 are text files; give"),
+        ([r"--separator=\n\n"], r"2 are text files; in bash, $'\n' is a newline; give the text"),
+    ]:
+        assert run(tmp_path, f"--output={tmp_path / 'out'}", *flags) == 2
+        error = capsys.readouterr().err
+        assert f"--separator={flags[0].partition('=')[2]!r}: " in error and fault in error
+    assert run(lines, f"--output={tmp_path / 'out'}", "--separator=|") == 2
+    assert "--separator='|': only text files are split" in capsys.readouterr().err
+    for number, separator in enumerate(["<|end|>", "\n\n"]):
+        output = tmp_path / ("out", "new")[number]  # a rejected run does not block its folder
+        assert run(*tmp_path.glob("?.txt*"), f"--output={output}", f"--separator={separator}") == 0
+
+
 def test_another_field_is_read_if_given(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "yes", "text": "no"}\n')
     assert run(tmp_path / "a.jsonl", f"--output={tmp_path / 'out'}", "--field=body") == 0
@@ -75,7 +114,7 @@ FAULTY_LINES = [
     b'{"text": "good too"}',
 ]
 FAULTS = [
-    *("2: not JSON", "3: no field 'text'", "4: text is int, not a string"),
+    *("2: not JSON", "3: no field 'text' among 'body'", "4: text is int, not a string"),
     *("5: text is NoneType, not a string", "6: text is empty"),
     *("8: invalid UTF-8 at byte 10", "9: invalid UTF-8: half of a surrogate"),
     *("10: no field 'text'", "11: not JSON", "12: holds '\\x00'"),

@@ -223,8 +223,10 @@ def test_a_page_is_one_file_that_loads_nothing(tmp_path, capsys):
         app.main("report", [str(tmp_path / "one"), str(tmp_path / "two"), f"--output={output}"])
         == 0
     )
-    assert "2 runs, 500 rows" in capsys.readouterr().out
     text = output.read_text()
+    size = output.stat().st_size
+    assert size > len(text)  # some characters have several bytes
+    assert f"2 runs, 500 rows, {size:,} bytes" in capsys.readouterr().out
     code = re.sub(r"/\*!.*?\*/", "", text)  # uPlot's comment names its page
     assert {*re.findall(r"https?://[^\s\"'<\\]+", code)} <= {"http://www.w3.org/2000/svg"}
     assert re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=[^>]*>", code) == [

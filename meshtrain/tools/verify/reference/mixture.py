@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,8 @@ def _accepted(place_BSE: jax.Array, c: TransformerConfig) -> jax.Array:
     if not c.capacity_factor:
         return jnp.ones(place_BSE.shape)
     (S, E), k = place_BSE.shape[1:], c.experts_per_token
-    capacity = math.ceil(c.capacity_factor * S * k / E)
+    # As written in decimals: 1.1 * 100 is 110, and not a bit more, which would be rounded up.
+    capacity = math.ceil(Fraction(c.capacity_factor).limit_denominator(10**9) * S * k / E)
     is_chosen_BSE = (place_BSE < k).astype(float)
     is_earlier_SS = np.arange(S)[None, :] < np.arange(S)[:, None]
     before_BSE = jnp.einsum("st,bte->bse", is_earlier_SS.astype(float), is_chosen_BSE)

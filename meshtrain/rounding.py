@@ -1,0 +1,9 @@
+"""Products of decimal fractions, without what binary floating point adds to them."""
+
+
+def to_12_digits(value: float) -> float:
+    """Returns a value rounded to 12 significant digits, to be rounded up or down to a whole number.
+
+    In floating point 100 * 0.07 is 7.000000000000001, and 100 * 0.29 is 28.999999999999996.
+    """
+    return float(f"{value:.12g}")
