@@ -1,4 +1,4 @@
-"""Models of users with what modules may hold: tables, masks, shared parts, lists, logical names."""
+"""Models of users with what modules may hold: tables, masks, numbers, shared parts, names."""
 
 import functools
 
@@ -34,15 +34,16 @@ def cross_entropy(logits, batch):
 
 
 class Mixer(nnx.Module):
-    """A layer with a mask and a table of integers."""
+    """A layer with a mask, a table of integers, and a parameter that is a Python number."""
 
     def __init__(self, rngs):
+        self.gain = nnx.Param(0.5)
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, kernel_init=SPLIT)
         self.mask = jnp.tril(jnp.ones((LENGTH, LENGTH)))
         self.order = np.roll(np.arange(WIDTH), 1)
 
     def __call__(self, x):
-        return x + self.linear((self.mask @ x)[..., self.order])
+        return x + self.gain * self.linear((self.mask @ x)[..., self.order])
 
 
 class Tables(nnx.Module):
@@ -96,7 +97,7 @@ class Boxed(linen.Module):
     @linen.compact
     def __call__(self, tokens):
         init = linen.with_partitioning(linen.initializers.lecun_normal(), NAMES)
-        x = linen.Embed(VOCAB, WIDTH)(tokens)
+        x = linen.Embed(VOCAB, WIDTH)(tokens) * self.param("gain", lambda key: 0.5)
         return linen.Dense(VOCAB, kernel_init=init)(linen.relu(x))
 
 
@@ -208,3 +209,49 @@ def test_a_constant_that_is_a_variable_is_rejected_with_the_way_out():
 
     with pytest.raises(ConfigError, match="mask is a Variable.*for a constant a plain array"):
         meshtrain.from_nnx(Masked, lambda model, batch: None)
+
+
+def with_parameter(value):
+    """Returns a Model with a parameter `extra` in its layers."""
+
+    class Extra(Block):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.extra = nnx.Param(value)
+
+        def __call__(self, x, batch):
+            return super().__call__(x, batch) * jnp.where(self.extra[...] == 1, 1, 0)
+
+    return meshtrain.from_blocks(embed=Embedding, block=Extra, head=Head, num_layers=NUM_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (1, "int32, .*; make it a plain array .* or a float"),
+        (np.ones(1, bool), "bool, .*; make it a plain array .* or a float"),
+        (np.ones(1, np.complex64), "complex64, .*; use two real arrays"),
+    ],
+    ids=["integer", "bool", "complex"],
+)
+def test_a_parameter_without_a_gradient_is_rejected_unless_it_is_frozen(value, fault):
+    model = with_parameter(value)
+    with pytest.raises(ConfigError, match=f"^model: parameter layers/extra is {fault}") as error:
+        Run(config(), model=model, batches=batches())
+    assert len(error.value.faults) == 1 and "\n" not in str(error.value)
+    c = config()
+    c.train.trainable = "embed/*,head/*,layers/linear/*"
+    assert "extra" not in Run(c, model=model, batches=batches()).program.grad_shardings["layers"]
+
+
+def test_a_frozen_integer_is_a_constant_in_a_pipeline(x64):
+    c = config()
+    c.train.trainable, c.train.num_microbatches = "embed/*,head/*,layers/linear/*", 2
+    model = with_parameter(1)
+    run = Run(c, dtype="float64", model=model, batches=batches(), pipeline=2, data=2)
+    grads, state, scalars = run.one_step()
+    expected_loss, expected_grads = plain_step("blocks")
+    np.testing.assert_allclose(scalars["loss"], expected_loss, rtol=1e-10)
+    assert state.params["layers"]["extra"].tolist() == [1] * NUM_LAYERS
+    del expected_grads["layers"]["gain"]
+    assert_same((grads,), (expected_grads,), rtol=1e-10)
