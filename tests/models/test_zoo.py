@@ -122,12 +122,12 @@ def plain_tables(params, batch):
     return cross_entropy(plain_module(Tables, params)(batch["x"]), batch)
 
 
-def plain_blocks(params, batch):
-    x = plain_module(Embedding, params["embed"])(batch)
+def plain_blocks(params, batch, embed=Embedding, block=Block, head=Head):
+    x = plain_module(embed, params["embed"])(batch)
     for number in range(NUM_LAYERS):
         layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
-        x = plain_module(Block, layer)(x, batch)
-    return plain_module(Head, params["head"])(x, batch)
+        x = plain_module(block, layer)(x, batch)
+    return plain_module(head, params["head"])(x, batch)
 
 
 def plain_boxed(params, batch):
@@ -168,6 +168,49 @@ def config():
     return c
 
 
+class MixedEmbedding(Embedding):
+    """Returns activations of several kinds: numbers with a gradient, integers, bools."""
+
+    def __call__(self, batch):
+        x = super().__call__(batch)
+        depth = jnp.zeros(len(x), jnp.int32)
+        return {"x": x, "tokens": batch["x"], "is_even": batch["x"] % 2 == 0, "depth": depth}
+
+
+class MixedBlock(Mixer):
+    """Reads the integers and bools, and writes others for the next block."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.shift = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
+
+    def __call__(self, h, batch):
+        x = super().__call__(h["x"]) + 0.1 * self.shift[h["tokens"]]
+        x = jnp.where(h["is_even"][..., None], x, (1 + h["depth"][:, None, None]) * x)
+        tokens = (h["tokens"] + 1 + x.argmax(-1)) % VOCAB
+        depth = h["depth"] + 1
+        return {"x": x, "tokens": tokens, "is_even": ~h["is_even"], "depth": depth}
+
+
+class MixedHead(Head):
+    def __call__(self, h, batch):
+        scale = 1 + h["is_even"] + 0.1 * (h["depth"][:, None] + h["tokens"])
+        return super().__call__(h["x"] * scale[..., None], batch)
+
+
+def mixed():
+    return meshtrain.from_blocks(
+        embed=MixedEmbedding, block=MixedBlock, head=MixedHead, num_layers=NUM_LAYERS
+    )
+
+
+def plain_mixed(params, batch):
+    return plain_blocks(params, batch, MixedEmbedding, MixedBlock, MixedHead)
+
+
+MODELS["mixed"] = mixed, plain_mixed
+
+
 @functools.cache
 def plain_step(kind):
     """Returns loss and gradients of the first batch on one device, by plain calls."""
@@ -183,7 +226,7 @@ def plain_step(kind):
 
 
 STEPS = [(kind, mesh) for kind in MODELS for mesh in MESHES if "pipeline" not in mesh]
-STEPS += [("blocks", mesh) for mesh in MESHES if "pipeline" in mesh]
+STEPS += [(kind, mesh) for kind in ("blocks", "mixed") for mesh in MESHES if "pipeline" in mesh]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +242,29 @@ def test_a_step_on_a_mesh_equals_plain_calls_on_one_device(kind, mesh, x64):
     expected_loss, expected_grads = plain_step(kind)
     np.testing.assert_allclose(scalars["loss"], expected_loss, rtol=1e-10)
     assert_same((grads,), (expected_grads,), rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks", "keep"),
+    [
+        ("interleaved", 2, "residuals"),
+        pytest.param("interleaved", 2, "inputs", marks=pytest.mark.slow),
+        pytest.param("1f1b", 1, "residuals", marks=pytest.mark.slow),
+        pytest.param("gpipe", 1, "inputs", marks=pytest.mark.slow),
+    ],
+)
+def test_activations_may_be_integers_and_bools_in_a_pipeline(schedule, num_chunks, keep, x64):
+    c = config()
+    c.train.num_microbatches = 4
+    c.pipeline.update(schedule=schedule, num_chunks=num_chunks, keep=keep)
+    run = Run(c, dtype="float64", model=mixed(), batches=batches(), pipeline=2, fsdp=2, tensor=2)
+    grads, _, scalars = run.one_step()
+    expected_loss, expected_grads = plain_step("mixed")
+    np.testing.assert_allclose(scalars["loss"], expected_loss, rtol=1e-10)
+    assert_same((grads,), (expected_grads,), rtol=1e-10)
+    with run.program.active():
+        sums = jax.jit(run.program.eval_step)(run.start().params, batches()[0])
+    np.testing.assert_allclose(sums.loss / sums.weight, expected_loss, rtol=1e-10)
 
 
 def test_a_constant_that_is_a_variable_is_rejected_with_the_way_out():
