@@ -10,7 +10,10 @@ import pytest
 from flax import linen, nnx
 
 import meshtrain
+from meshtrain import grads as grad_functions
 from meshtrain.errors import ConfigError
+from meshtrain.models import lora, trees
+from meshtrain.ops import dropout
 from tests.lib.compare import assert_same
 from tests.lib.configs import tiny_config
 from tests.lib.runs import Run
@@ -211,6 +214,46 @@ def plain_mixed(params, batch):
 MODELS["mixed"] = mixed, plain_mixed
 
 
+class LinenEmbedding(linen.Module):
+    @linen.compact
+    def __call__(self, batch):
+        return linen.Dense(WIDTH)(linen.Embed(VOCAB, WIDTH)(batch["x"]))
+
+
+class LinenBlock(linen.Module):
+    """A layer with attention, whose projections have kernels of three dims."""
+
+    @linen.compact
+    def __call__(self, x, batch):
+        x = x + linen.MultiHeadDotProductAttention(num_heads=2)(x)
+        init = linen.with_partitioning(linen.initializers.lecun_normal(), NAMES)
+        return x + linen.Dense(WIDTH, kernel_init=init)(jnp.tanh(x))
+
+
+class LinenHead(linen.Module):
+    @linen.compact
+    def __call__(self, x, batch):
+        return cross_entropy(linen.Dense(VOCAB)(x), batch)
+
+
+LINEN = {"embed": LinenEmbedding(), "block": LinenBlock(), "head": LinenHead()}
+
+
+def linen_blocks():
+    return meshtrain.from_blocks(**LINEN, num_layers=NUM_LAYERS, example=batches()[0])
+
+
+def plain_linen_blocks(params, batch):
+    x = LINEN["embed"].apply({"params": params["embed"]}, batch)
+    for number in range(NUM_LAYERS):
+        layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
+        x = LINEN["block"].apply({"params": layer}, x, batch)
+    return LINEN["head"].apply({"params": params["head"]}, x, batch)
+
+
+MODELS["linen blocks"] = linen_blocks, plain_linen_blocks
+
+
 @functools.cache
 def plain_step(kind):
     """Returns loss and gradients of the first batch on one device, by plain calls."""
@@ -226,7 +269,12 @@ def plain_step(kind):
 
 
 STEPS = [(kind, mesh) for kind in MODELS for mesh in MESHES if "pipeline" not in mesh]
-STEPS += [(kind, mesh) for kind in ("blocks", "mixed") for mesh in MESHES if "pipeline" in mesh]
+STEPS += [
+    (kind, mesh)
+    for kind in ("blocks", "mixed", "linen blocks")
+    for mesh in MESHES
+    if "pipeline" in mesh
+]
 
 
 @pytest.mark.parametrize(
@@ -275,6 +323,96 @@ def test_a_constant_that_is_a_variable_is_rejected_with_the_way_out():
 
     with pytest.raises(ConfigError, match="mask is a Variable.*for a constant a plain array"):
         meshtrain.from_nnx(Masked, lambda model, batch: None)
+
+
+ADAPTED = {
+    "tables": (2, MESHES[3]),
+    "blocks": (2, MESHES[5]),
+    "boxed": (1, MESHES[3]),
+    "linen blocks": (7, MESHES[5]),
+}
+RANK, ALPHA = 2, 6.0
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_of_own_layers_equal_merged_kernels_by_plain_calls(kind, x64):
+    num_layers, mesh = ADAPTED[kind]
+    c = config()
+    c.train.num_microbatches = mesh.get("pipeline", 1)
+    c.adapter.update(rank=RANK, alpha=ALPHA, targets=("*",))
+    make_model, loss = MODELS[kind]
+    run = Run(c, dtype="float64", model=make_model(), batches=batches(), **mesh)
+    start = run.start()
+    params = shifted(start.params)
+    params_on_host, batch = jax.device_get(params), batches()[0]
+    with run.program.active():
+        state, scalars = jax.jit(run.program.train_step)(start._replace(params=params), run.batch())
+    found = jax.device_get(state.opt_state[0])
+
+    def mean_loss(factors):
+        metrics = loss(merged(params_on_host, factors), batch)
+        return metrics.loss.sum() / metrics.weight.sum()
+
+    factors = trees.matching(params_on_host, lambda path: "lora_" in path)
+    expected_loss, expected_grads = jax.device_get(jax.value_and_grad(mean_loss)(factors))
+    assert len(jax.tree.leaves(factors)) == 2 * num_layers
+    np.testing.assert_allclose(scalars["loss"], expected_loss, rtol=1e-10)
+    assert_same((found,), (expected_grads,), rtol=1e-10)
+
+
+@pytest.mark.parametrize("part", ["embed", "layers", "head"])
+def test_dropout_of_adapters_in_all_parts_of_a_stack(part):
+    targets = (f"{part}/*",)
+    model = lora.lora(linen_blocks(), rank=RANK, alpha=ALPHA, targets=targets, dropout=0.5)
+    params = shifted(model.init(jax.random.key(0)))
+    loss = jax.jit(grad_functions.make_loss(model))
+    keyed = dropout.with_row_keys(batches()[0], jax.random.key(0))
+    without, found = (loss(params, batch, None).loss for batch in (batches()[0], keyed))
+    assert abs(found - without) > 1e-3
+
+
+@pytest.mark.slow
+def test_dropout_of_adapters_of_own_layers_is_the_same_on_a_mesh(x64):
+    steps = []
+    for mesh in ({}, MESHES[5]):
+        c = config()
+        c.train.num_microbatches = mesh.get("pipeline", 1)
+        c.adapter.update(rank=RANK, alpha=ALPHA, targets=("*",), dropout=0.3)
+        model = linen_blocks()
+        run = Run(c, dtype="float64", model=model, batches=batches(), **mesh)
+        start = run.start()
+        params = shifted(start.params)
+        with run.program.active():
+            step = jax.jit(run.program.train_step)
+            state, scalars = step(start._replace(params=params), run.batch())
+        steps.append(jax.device_get((state.opt_state[0], scalars["loss"])))
+    assert_same(*steps, rtol=1e-10)
+
+
+def shifted(params):
+    """Returns the parameters plus numbers: at the start B is zero, and A has no gradient."""
+
+    def shift(leaf):
+        numbers = 0.1 * np.cos(np.arange(leaf.size)).reshape(leaf.shape)
+        return jax.device_put(np.asarray(leaf) + numbers, leaf.sharding)
+
+    return jax.tree.map(shift, params)
+
+
+def merged(params, factors):
+    """Returns the parameters without A and B, whose kernels have the products added."""
+    if "lora_a" in factors:
+        kernel, a, b = params["kernel"], factors["lora_a"], factors["lora_b"]
+        # Layers that are stacked have their number first.
+        stacked = a.ndim + b.ndim - 2 - kernel.ndim
+        lead = a.shape[:stacked]
+        product = a.reshape(*lead, -1, RANK) @ b.reshape(*lead, RANK, -1)
+        kernel = kernel + ALPHA / RANK * product.reshape(kernel.shape)
+        return {"kernel": kernel, **({"bias": params["bias"]} if "bias" in params else {})}
+    return {
+        name: merged(value, factors[name]) if name in factors else value
+        for name, value in params.items()
+    }
 
 
 def with_parameter(value):
