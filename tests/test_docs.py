@@ -414,3 +414,36 @@ def get_config():
         ("b", "used later"),
         ("b.six", "last"),
     ]
+
+
+def names_of_the_package():
+    """Returns what the pages, and the docstrings and messages of the package, call meshtrain.NAME.
+
+    Imports are left out: they load the module that they name.
+    """
+    texts = [path.read_text(encoding="utf-8") for path in PAGES.values()]
+    for path in (ROOT / "meshtrain").rglob("*.py"):
+        if path.name != "moved.py":  # the table of old names
+            texts.append(path.read_text(encoding="utf-8"))
+    name = re.compile(r"(?<!from )(?<!import )(?<!-m )(?<![\w/.-])meshtrain(?:\.[a-zA-Z]\w*)+")
+    found = {match for text in texts for match in name.findall(text)}
+    return sorted(found - {"meshtrain.NAME", "meshtrain.sqsh"})
+
+
+def test_every_dotted_name_is_found_after_import_meshtrain():
+    """In a new process, where nothing else has loaded the modules."""
+    names = names_of_the_package()
+    assert "meshtrain.ops.embedding.lookup" in names and "meshtrain.weighted" in names
+    program = """
+import functools, sys, meshtrain
+assert not {"jax", "flax", "orbax"} & {*sys.modules}, "import meshtrain loads jax"
+for name in sys.argv[1:]:
+    try:
+        functools.reduce(getattr, name.split(".")[1:], meshtrain)
+    except AttributeError as error:
+        print(f"{name}: {error}")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program, *names], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == ""

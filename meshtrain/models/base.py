@@ -231,15 +231,17 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
             "instead of BatchNorm), and for a constant a plain array"
         )
 
+    shapes = _text_keys(nnx.to_pure_dict(params))
+
     def init(key):
-        return nnx.to_pure_dict(split(key)[1])
+        return _text_keys(nnx.to_pure_dict(split(key)[1]))
 
     def bind(values, *keys):
         """`keys` is empty in a stack, else the key, or None in evaluation."""
         is_stacked, is_evaluation = not keys, keys == (None,)
         values, adapters = lora_layer.take(values)
         state = jax.tree.map(lambda leaf: leaf, params)  # a copy: the next line overwrites it
-        nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
+        nnx.replace_by_pure_dict(state, {name: values[name] for name in shapes})
         leaves, tree = jax.tree.flatten(streams)
         base = jax.random.key(0) if is_stacked or is_evaluation else keys[0]
         # Each stream needs its own key, or all layers would drop the same units.
@@ -264,8 +266,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
 
     names = {}
     for path, variable in nnx.to_flat_state(params):
-        names[path] = variable.get_metadata().get("out_sharding")
-    shapes = nnx.to_pure_dict(params)
+        names[tuple(map(str, path))] = variable.get_metadata().get("out_sharding")
     return Functional(
         init=init,
         axes=_axes_tree(shapes, names),
@@ -274,6 +275,13 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         dropouts=tuple(dropouts),
         linears=linears,
     )
+
+
+def _text_keys(tree: Any) -> Any:
+    """Returns nested dicts whose keys are texts: those of the parts of a list are numbers."""
+    if not isinstance(tree, Mapping):
+        return tree
+    return {str(key): _text_keys(value) for key, value in tree.items()}
 
 
 def _take_constants(module: nnx.Module) -> dict[tuple, Any]:
@@ -334,8 +342,13 @@ def from_nnx(
         init=pure.init,
         axes=pure.axes,
         loss=lambda params, batch, key: loss(pure.bind(params, key), batch),
-        linears=pure.linears,
+        linears=named(pure.linears),
     )
+
+
+def named(linears: Mapping[str, int]) -> dict[str, int]:
+    """Returns `linears` without that of a module which is itself a linear layer, without a path."""
+    return {path: num_in for path, num_in in linears.items() if path}
 
 
 def _is_key(leaf: Any) -> bool:

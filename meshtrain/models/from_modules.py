@@ -10,7 +10,7 @@ from flax import errors, linen, nnx
 
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
-from meshtrain.models import base
+from meshtrain.models import base, lora_layer, trees
 from meshtrain.models.base import LAYER_NUMBER_KEY, Functional, Model
 from meshtrain.ops.dropout import at_layer
 
@@ -46,6 +46,10 @@ def from_blocks(
     layer = _functional(block, inputs)
     output = _functional(head, inputs)
     init_layers, layer_axes = base.stack(layer, num_layers)
+    linears = {}
+    for name, part in (("embed", embedding), ("layers", layer), ("head", output)):
+        for path, num_in in part.linears.items():
+            linears["/".join(filter(None, (name, path)))] = num_in
 
     def init(key: jax.Array) -> base.Params:
         embed_key, head_key, layers_key = jax.random.split(key, 3)
@@ -76,6 +80,7 @@ def from_blocks(
         head=run_head,
         constants={LAYER_NUMBER_KEY: np.arange(num_layers, dtype=np.int32)},
         shards_sequences=shards_sequences,
+        linears=linears,
         row_keys=True,
     )
 
@@ -90,12 +95,15 @@ def from_linen(
     `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter.
     """
     inputs = example if isinstance(example, tuple) else (example,)
-    init, axes = _linen_init(module, *inputs)
+    init, axes, linears = _linen_init(module, *inputs)
 
     def run(params, batch, key):
+        own, adapters = lora_layer.take(params)
+
         def apply(*inputs, **options):
             rngs = {} if key is None else {"dropout": key}
-            return module.apply({"params": params}, *inputs, rngs=rngs, **options)
+            with lora_layer.attached_to_linen(adapters):
+                return module.apply({"params": own}, *inputs, rngs=rngs, **options)
 
         dropout = contextlib.nullcontext()
         if key is None:
@@ -109,15 +117,16 @@ def from_linen(
                 "'dropout', none in evaluation, where linen.Dropout is off"
             ) from error
 
-    return Model(init, axes, loss=run)
+    return Model(init, axes, loss=run, linears=base.named(linears))
 
 
 def _linen_init(
     module: linen.Module, *example: Any
-) -> tuple[Callable[[jax.Array], base.Params], base.Axes]:
-    """Returns init and axes of a Linen module for inputs of these shapes, pytrees of arrays.
+) -> tuple[Callable[[jax.Array], base.Params], base.Axes, dict[str, int]]:
+    """Returns init, axes and `Model.linears` of a Linen module for inputs of these shapes.
 
-    Raises ConfigError if the module has other variables than parameters, such as BatchNorm's.
+    The inputs are pytrees of arrays. Raises ConfigError if the module has other variables than
+    parameters, such as BatchNorm's.
     """
 
     def variables(key):
@@ -126,7 +135,9 @@ def _linen_init(
         with jax.sharding.use_abstract_mesh(NO_MESH):
             return module.init({"params": key, "dropout": key}, *zeros)
 
-    boxed = jax.eval_shape(variables, jax.random.key(0))
+    called: dict[str, tuple[int, int]] = {}
+    with lora_layer.finding_linen_layers(called):
+        boxed = jax.eval_shape(variables, jax.random.key(0))
     for collection in boxed.keys() - {"params"}:
         raise ConfigError(
             f"model state {collection!r}: meshtrain trains parameters only; use a layer without "
@@ -137,10 +148,17 @@ def _linen_init(
     names = {path: tuple(spec) or None for path, spec in jax.tree.leaves_with_path(specs)}
     axes = jax.tree.map_with_path(lambda path, leaf: names[path] or (None,) * leaf.ndim, shapes)
 
+    ndims = {trees.name_of(path): leaf.ndim for path, leaf in jax.tree.leaves_with_path(shapes)}
+    linears = {}
+    for path, (num_in, num_out) in called.items():
+        # Kernels that `linen.scan` or `linen.vmap` stacked have a dim more.
+        if ndims.get(f"{path}/kernel".lstrip("/")) == num_in + num_out:
+            linears[path] = num_in
+
     def init(key):
         return _unboxed(variables(key)).get("params", {})
 
-    return init, axes
+    return init, axes, linears
 
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -168,14 +186,16 @@ def _functional(part: Part, inputs: tuple) -> Functional:
             f"from_blocks: {type(part).__name__} is a Linen module, whose parameters have the "
             "shapes of its first call; pass example=BATCH"
         )
-    init, axes = _linen_init(part, *inputs)
+    init, axes, linears = _linen_init(part, *inputs)
 
     def bind(params: base.Params) -> Callable:
+        params, adapters = lora_layer.take(params)
         own = {name: tree for name, tree in params.items() if name in axes}
 
         def run(*args: Any) -> Any:
             try:
-                return part.apply({"params": own}, *args)
+                with lora_layer.attached_to_linen(adapters):
+                    return part.apply({"params": own}, *args)
             except errors.InvalidRngError as error:
                 raise ConfigError(
                     f"model: {type(part).__name__} draws random numbers, and {base.NO_KEYS}"
@@ -183,7 +203,7 @@ def _functional(part: Part, inputs: tuple) -> Functional:
 
         return run
 
-    return Functional(init, axes, bind)
+    return Functional(init, axes, bind, linears=linears)
 
 
 def _run_with_initial(part: Functional) -> Callable:
