@@ -248,6 +248,7 @@ def test_two_hosts_meet_if_their_secrets_are_the_same(tmp_path, secrets):
     hosts = [
         subprocess.Popen(
             [sys.executable, "-m", "meshtrain", "launch", *flags, f"--node_rank={rank}"]
+            + ([] if secret else ["--insecure"])
             + ["--", "info", "--simulate_devices=1"],
             env={
                 **os.environ,
