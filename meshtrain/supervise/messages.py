@@ -26,15 +26,21 @@ from meshtrain.errors import ConfigError
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment
 
 RETRY = 0.5  # seconds between attempts to reach node 0
-MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
+MAX_READS = 16  # of 64 KiB at a time: a peer that sends without pause must not block the others
 LOST_AFTER = 30.0  # seconds of silence after which a host counts as lost
+HELLO_SECONDS = 10.0  # within which the first line has to arrive, however slowly it is sent
 MAX_HELLO = 1000  # bytes of the first line
-MAX_MESSAGE = 64 << 20  # bytes of a later line: the last output of all processes of a host
+MAX_COMMAND = 10_000  # bytes of a line from node 0
+MAX_REPORT = 4 << 20  # bytes of a line to node 0: the states of MAX_LOCAL processes, or one exit
 MAX_TAIL_LINE = 2000  # characters of a line of output in a message
 
 
 class Link:
-    """Lines of JSON over a connection. Until `accepted`, a line may have only MAX_HELLO bytes."""
+    """Lines of JSON over a connection.
+
+    The peer of a link that is not `accepted` is a stranger: it has HELLO_SECONDS for a first line
+    of at most MAX_HELLO bytes. Later lines may have `max_line` bytes.
+    """
 
     def __init__(
         self,
@@ -42,6 +48,7 @@ class Link:
         peer: str = "",
         *,
         accepted: bool = True,
+        max_line: int = MAX_REPORT,
         signer: "Signer | None" = None,
     ):
         connection.setblocking(False)
@@ -49,8 +56,10 @@ class Link:
         self.peer = peer
         self.accepted = accepted
         self.open = True
-        self.fault = ""  # why the connection was closed, if the peer has sent something wrong
+        self.fault = ""  # why the connection was closed, if the peer has done something wrong
         self.received_at = time.monotonic()
+        self._opened_at = self.received_at
+        self._max_line = max_line
         self.answered = False  # whether a valid message has arrived
         self.on_answer: Callable[[], None] = lambda: None  # called at the first valid message
         self._partial_line = b""
@@ -75,13 +84,16 @@ class Link:
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have arrived; closes the connection of a stranger."""
-        limit = MAX_MESSAGE if self.accepted else MAX_HELLO
+        limit = self._max_line if self.accepted else MAX_HELLO
         self._read(limit)
         # Of a stranger only the first line: to check many would keep the others waiting.
         max_splits = -1 if self.accepted else 1
         *lines, self._partial_line = self._partial_line.split(b"\n", max_splits)
-        if time.monotonic() - self.received_at > LOST_AFTER:
+        now = time.monotonic()
+        if now - self.received_at > LOST_AFTER:
             self.open = False
+        if not (self.accepted or lines) and now - self._opened_at > HELLO_SECONDS:
+            self.reject(f"no line within {HELLO_SECONDS:.0f} s")
         # What follows the first line of a stranger is read later, so it may be longer.
         is_partial = self.accepted or not lines
         if is_partial and len(self._partial_line) > limit:
@@ -121,7 +133,11 @@ class Link:
     def reject(self, why: str) -> None:
         """Closes the connection because of what the peer has sent."""
         who = "" if SECRET_VARIABLE in why else ": not a supervisor of this run"
-        self.fault = f"{self.peer} has sent {why}{who}; connection closed"
+        self.drop(f"has sent {why}{who}")
+
+    def drop(self, what: str) -> None:
+        """Closes the connection because of what the peer has done."""
+        self.fault = f"{self.peer} {what}; connection closed"
         self.close()
 
     def close(self) -> None:
@@ -146,7 +162,7 @@ def connect(
         except OSError:
             time.sleep(RETRY)
             continue
-        link = Link(connection, f"{host}:{port}", signer=signer)
+        link = Link(connection, f"{host}:{port}", max_line=MAX_COMMAND, signer=signer)
         greeting = signer.greeting if signer else {}
         link.send(**hello, **greeting)
         return link

@@ -275,9 +275,10 @@ class Workers:
         for child in self._children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_TIMEOUT
         for child in self._children:
             try:
-                child.process.wait(KILL_TIMEOUT)
+                child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 message = f"pid {child.process.pid} cannot be killed; continuing without it"
                 self._show(child.rank, message)

@@ -1,5 +1,6 @@
 """The supervisors' port and the rendezvous port: whatever a stranger sends, the run goes on."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -10,23 +11,13 @@ import pytest
 
 from meshtrain.cluster import rendezvous
 from meshtrain.cluster.launchers import ProcessInfo
+from meshtrain.cluster.limits import MAX_PROCESSES
 from meshtrain.supervise import messages, nodes, restart_policy
 from meshtrain.supervise.messages import InvalidMessage
-from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
-from tests.lib.hellos import HELLO, NOT_HELLO, is_closed, line, poll
+from meshtrain.supervise.workers import TAIL, Exit, ProcessStatus, RankAssignment, Workers
+from tests.lib.hellos import HELLO, NOT_HELLO, STATUS, is_closed, line, poll
 from tests.lib.processes import free_port
 
-STATUS = dict(
-    rank=1,
-    pid=7,
-    phase="step",
-    current_step=5,
-    first_step=0,
-    phase_age=0.5,
-    heartbeat_age=0,
-    stopped_for=0.0,
-    step_seconds=0.1,
-)
 EXIT = dict(rank=1, code=-9, status=STATUS, tail=["bye"])
 RANKS = dict(address="a:1", num_processes=2, first_rank=1, num_local=1)
 NOT_REPORTS = [
@@ -126,6 +117,60 @@ def test_half_open_connections_and_floods_do_not_keep_a_host_out(server):
     assert len(server._pending) <= nodes.MAX_PENDING
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.parametrize("secret", ["", "s" * 32], ids=["insecure", "secret"])
+@pytest.mark.parametrize("sent", [b"", b"{"], ids=["nothing", "slow bytes"])
+def test_a_stranger_that_sends_no_line_is_dropped_and_logged(sent, secret, monkeypatch):
+    """Each byte is a sign of life, but the line has to arrive in HELLO_SECONDS."""
+    monkeypatch.setattr(messages, "HELLO_SECONDS", 0.5)
+    port = free_port()
+    server = nodes.Server("127.0.0.1", port, 2, secret)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+
+        def is_dropped():
+            if is_closed(stranger):
+                return True
+            with contextlib.suppress(OSError):
+                stranger.send(sent)
+            return False
+
+        faults = poll(server, is_dropped)
+    assert not server.remotes and not server._pending
+    server.close(0)
+    assert faults == [
+        "127.0.0.1 has sent no line within 0 s: not a supervisor of this run; connection closed"
+    ]
+
+
+def test_a_line_of_60_mb_of_a_host_ends_at_the_limit(server):
+    with join(server) as host:
+        poll(server, server.connected)
+        (remote,) = server.connected()
+        host.setblocking(False)
+        longest = 0
+        faults, deadline = [], time.monotonic() + 30
+        while remote.link.open and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                host.send(b"[" * (1 << 20))
+            faults += server.poll()
+            longest = max(longest, len(remote.link._partial_line))
+        faults += server.poll()
+    assert faults == [
+        "node 1: 127.0.0.1 has sent a line that is too long: not a supervisor of this run; "
+        "connection closed"
+    ]
+    assert 1 << 20 < longest <= messages.MAX_REPORT + (1 << 16)
+
+
+def test_the_longest_lines_that_a_host_sends_are_shorter_than_the_limit():
+    statuses = [{**STATUS, "rank": 10**9, "pid": 2**31, "phase_age": 1e7 / 3}] * MAX_PROCESSES
+    assert len(line({"statuses": statuses})) < messages.MAX_REPORT
+    last_lines = ["\N{GRINNING FACE}" * 10**5] * TAIL
+    longest = messages.exit_message(Exit(1, 1, ProcessStatus(**STATUS), last_lines))
+    assert len(line({"exits": [longest]})) < messages.MAX_REPORT
+    fault = "\N{GREEK SMALL LETTER ALPHA}" * messages.MAX_HELLO
+    assert len(line({"do": "reject", "fault": fault})) < messages.MAX_COMMAND
 
 
 @pytest.mark.parametrize("message", NOT_REPORTS, ids=str)
