@@ -3,17 +3,13 @@
 Anybody who reaches the port can send anything: a wrong message ends its connection and nothing
 else. With a secret, each message is signed, and one without the right signature counts as wrong.
 
-`Link` sends and receives, `parse_hello`, `parse_report` and `parse_command` check, `Signer` signs.
+`Link` sends and receives, `parse_hello`, `parse_report` and `parse_command` check,
+`cluster.signature` signs.
 """
 
-import contextlib
 import dataclasses
-import hmac
 import json
 import math
-import os
-import re
-import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +18,7 @@ from typing import Any
 from meshtrain.cluster import progress
 from meshtrain.cluster.limits import MAX_PROCESSES as MAX_LOCAL
 from meshtrain.cluster.rendezvous import is_integer, parse_line
+from meshtrain.cluster.signature import Signer, signer_of_node
 from meshtrain.errors import ConfigError
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment
 
@@ -49,7 +46,7 @@ class Link:
         *,
         accepted: bool = True,
         max_line: int = MAX_REPORT,
-        signer: "Signer | None" = None,
+        signer: Signer | None = None,
     ):
         connection.setblocking(False)
         self.connection = connection
@@ -179,6 +176,7 @@ def exit_message(process: Exit) -> dict[str, Any]:
 # ---- checks of the fields of a message ----
 
 MAX_NODES = 100_000
+MAX_NONCE = 100  # characters
 COMMANDS = ("start", "stop", "dump", "kill", "reject", "end", "nothing")  # of node 0
 
 
@@ -241,6 +239,7 @@ def parse_command(message: Mapping[str, Any], num_local: int) -> dict[str, Any]:
         "num_processes": _integer(1, MAX_NODES * MAX_LOCAL),
         "first_rank": _integer(0, MAX_NODES * MAX_LOCAL),
         "num_local": _integer(0, num_local),
+        "nonce": lambda value: _is_text(value, MAX_NONCE),
     }
     _check(ranks, checks)
     if ranks["first_rank"] + ranks["num_local"] > ranks["num_processes"]:
@@ -310,14 +309,10 @@ def _is_text(value: Any, length: int) -> bool:
     return isinstance(value, str) and len(value) <= length and value.isprintable()
 
 
-# ---- signatures ----
+# ---- the secret that signs messages ----
 
 SECRET_VARIABLE = "MESHTRAIN_SECRET"
 SHORTEST_SECRET = 16  # characters
-MAX_NONCE_LINE = 100  # bytes
-NONCE_SECONDS = 5.0  # within which node 0 sends it
-NONCE_TICK = 0.2
-
 WRONG_SIGNATURE = (
     f"a message without the right signature; set the same {SECRET_VARIABLE} on all hosts"
 )
@@ -332,86 +327,3 @@ def secret_of_environment(environ: Mapping[str, str]) -> str:
             f"such as the output of `openssl rand -hex 32`"
         )
     return secret
-
-
-class Signer:
-    """Signs and checks the messages of one end of a connection, in their order."""
-
-    def __init__(self, secret: str, *, is_node_0: bool):
-        self._secret = os.fsencode(secret)
-        self.is_node_0 = is_node_0
-        self.nonce = secrets.token_hex(16)
-        self._key = b""  # of this connection, from the secret and both nonces
-        self._num_sent = 0
-        self._num_received = 0
-
-    @property
-    def greeting(self) -> dict[str, str]:
-        return {"nonce": self.nonce}
-
-    def sign(self, text: bytes) -> bytes:
-        """Returns the next message to send with its signature."""
-        tag = self._tag(self.is_node_0, self._num_sent, text)
-        self._num_sent += 1
-        return tag + b" " + text
-
-    def checked(self, line: bytes) -> bytes | None:
-        """Returns the next message received without its signature; None if that is wrong."""
-        tag, _, text = line.partition(b" ")
-        if not self._key and not self.accept_nonce(text):
-            return None
-        expected = self._tag(not self.is_node_0, self._num_received, text)
-        if not hmac.compare_digest(tag, expected):
-            return None
-        self._num_received += 1
-        return text
-
-    def accept_nonce(self, text: bytes) -> bool:
-        """Reads the nonce of the other end in its first message; returns whether there is one."""
-        try:
-            nonce = json.loads(text)["nonce"]
-            if not re.fullmatch("[0-9a-f]{32}", nonce):
-                return False
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return False
-        # Both ends sign with the same key, which no other connection has: the nonce of node 0 comes
-        # first.
-        nonces = f"{self.nonce} {nonce}" if self.is_node_0 else f"{nonce} {self.nonce}"
-        self._key = hmac.digest(self._secret, nonces.encode(), "sha256")
-        return True
-
-    def _tag(self, is_node_0: bool, number: int, text: bytes) -> bytes:
-        """Returns the signature of message `number`: a replayed or reflected one has another."""
-        signed = b"%d %d %b" % (is_node_0, number, text)
-        return hmac.digest(self._key, signed, "sha256").hex().encode()
-
-
-def signer_of_node(
-    secret: str, connection: socket.socket, num_signals: Callable[[], int] = lambda: 0
-) -> Signer | None:
-    """Returns the signer of a new connection to node 0, with its nonce; None without a secret.
-
-    Closes the connection and raises OSError if node 0 sends something else, or nothing in
-    NONCE_SECONDS, and after a signal.
-    """
-    if not secret:
-        return None
-    signer = Signer(secret, is_node_0=False)
-    line = b""
-    deadline = time.monotonic() + NONCE_SECONDS
-    connection.settimeout(NONCE_TICK)
-    try:
-        while not line.endswith(b"\n") and len(line) < MAX_NONCE_LINE:
-            if num_signals() or time.monotonic() > deadline:
-                raise TimeoutError
-            with contextlib.suppress(TimeoutError):
-                received = connection.recv(1)
-                if not received:
-                    raise ConnectionResetError
-                line += received
-        if not signer.accept_nonce(line):
-            raise ConnectionResetError
-    except OSError:
-        connection.close()
-        raise
-    return signer

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,7 @@ class Supervisor:
                 num_supervisors=num_supervisors,
                 logs=logs,
                 show=self._show,
+                secret=self._secret,
             )
             stack.enter_context(contextlib.closing(self._workers))
             if settings.nnodes == 1:
@@ -165,9 +167,10 @@ class Supervisor:
     def _run_attempt(self, remotes: Sequence[RemoteWorkers], counts: Sequence[int]) -> Outcome:
         """Runs an attempt with `counts` processes per host; none is left when it returns."""
         address = f"{self._node_0}:{rendezvous.free_port(self._settings.ports)}"
+        nonce = secrets.token_hex(16)
         first_rank = 0
         for host, count in zip([self._workers, *remotes], counts, strict=True):
-            host.start(RankAssignment(address, sum(counts), first_rank, count))
+            host.start(RankAssignment(address, sum(counts), first_rank, count, nonce))
             first_rank += count
         outcome = Outcome(EXIT_FAILED, "the supervisor failed")
         try:

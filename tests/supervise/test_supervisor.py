@@ -362,7 +362,7 @@ def test_processes_are_removed_from_the_last_hosts_first():
     assert _remove_processes([2, 2], 3) == [1, 0]
 
 
-def supervisors(tmp_path, code, count, **settings):
+def supervisors(tmp_path, code, count, *, secret="", **settings):
     """Runs a supervisor for each of `count` hosts, simulated by folders.
 
     Returns their exit codes.
@@ -377,7 +377,8 @@ from meshtrain.supervise.restart_policy import Settings
 from meshtrain.supervise.supervisor import Supervisor
 settings = Settings(nnodes={count}, node_rank={node}, coordinator="127.0.0.1:{port}", **{settings})
 command = [sys.executable, "-c", {WORKER + code!r}, {str(folder)!r}, {",".join(progress.FIELDS)!r}]
-sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ), logs=None))
+supervisor = Supervisor(settings, workdir=None, secret={secret!r})
+sys.exit(supervisor.run(command, environ=dict(os.environ), logs=None))
 """
         with open(folder / "out", "w") as out:
             codes[node] = subprocess.run(
@@ -390,6 +391,25 @@ sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ
     for thread in threads:
         thread.join()
     return [codes[node] for node in range(count)]
+
+
+@pytest.mark.parametrize("secret", ["", "s" * 32], ids=["insecure", "secret"])
+def test_the_processes_of_an_attempt_have_a_token_of_their_own(tmp_path, secret):
+    codes = supervisors(
+        tmp_path,
+        "open(f'{folder}/token-{number}', 'w').write(os.environ['MESHTRAIN_TOKEN'])\n"
+        "step(3)\n"
+        "sys.exit(number == 1)\n",
+        2,
+        secret=secret,
+        join_seconds=30.0,
+    )
+    assert codes == [0, 0]
+    first, second = (
+        {(tmp_path / node / f"token-{number}").read_text() for node in "01"} for number in (1, 2)
+    )
+    assert len(first) == len(second) == 1 and first != second
+    assert len(*first) == 64
 
 
 def test_supervisors_of_several_hosts_restart_together(tmp_path):
