@@ -30,6 +30,13 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
     arguments = list(arguments)
     process, settings = _place(settings)
     s = Settings(**settings)
+    secret = messages.secret_of_environment(os.environ) if s.nnodes > 1 else ""
+    if s.nnodes > 1 and not secret and not s.insecure:
+        raise ConfigError(
+            f"{messages.SECRET_VARIABLE}: is not set, and without it anybody who reaches the port "
+            f"of node 0 can join this run of {s.nnodes} hosts; set it to the same on all, such as "
+            f"one output of `openssl rand -hex 32`, or give --insecure"
+        )
     if not arguments:
         raise ConfigError(
             "nothing to launch: give the arguments of a run after --, such as --config=FILE"
@@ -66,7 +73,6 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
             _download_events(workdir)
     code = EXIT_USER
     try:
-        secret = messages.secret_of_environment(os.environ) if s.nnodes > 1 else ""
         supervisor = Supervisor(s, workdir=workdir.folder if workdir else None, secret=secret)
         code = supervisor.run(
             command,

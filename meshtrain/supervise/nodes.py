@@ -26,6 +26,7 @@ REPLACE_AFTER = 5.0  # seconds of silence after which another host may take over
 # Connections that have not sent their rank; if there are more, the oldest is closed.
 MAX_PENDING = 100
 MAX_REPORTED = 1000  # faults that are logged; each once
+KILL_SECONDS = messages.LOST_AFTER  # within which another host has to kill its processes
 TICK = 0.1
 EXIT_NOT_SAVED = 128 + signal.SIGTERM  # of a host that was asked to stop and could not save
 
@@ -89,11 +90,16 @@ class RemoteWorkers:
         self.link.send(do="dump")
 
     def kill(self) -> None:
-        """Kills the processes of that host; returns when they are dead or the host is lost."""
+        """Asks that host to kill its processes; `killed` is True once it has."""
         self.link.send(do="kill")
-        while self.link.open and not self._dead:
-            time.sleep(TICK)
-            self.poll()
+
+    @property
+    def killed(self) -> bool:
+        """Returns whether that host has killed its processes, or its connection is closed.
+
+        A supervisor that loses the connection kills them too.
+        """
+        return self._dead or not self.link.open
 
     def end(self, code: int) -> None:
         self.link.send(do="end", code=code)
@@ -342,11 +348,15 @@ def _execute_commands(
             codes += [process.code for process in exits]
             if exits or time.monotonic() - reported_at > REPORT_EVERY:
                 reported_at = time.monotonic()
-                link.send(
-                    exits=[messages.exit_message(process) for process in exits],
-                    statuses=[dataclasses.asdict(status) for status in statuses],
-                )
+                _send_report(link, exits, statuses)
             if num_signals() and not statuses:
                 # Only this host was asked to stop: the others may continue.
                 return EXIT_NOT_SAVED if min(codes) < 0 else max(codes)
     return None
+
+
+def _send_report(link: Link, exits: list[Exit], statuses: list[ProcessStatus]) -> None:
+    """Sends a line for each exit, which may be long with its last output, and one of statuses."""
+    for process in exits:
+        link.send(exits=[messages.exit_message(process)])
+    link.send(statuses=[dataclasses.asdict(status) for status in statuses])

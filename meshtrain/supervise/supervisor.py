@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,7 @@ class Supervisor:
                 num_supervisors=num_supervisors,
                 logs=logs,
                 show=self._show,
+                secret=self._secret,
             )
             stack.enter_context(contextlib.closing(self._workers))
             if settings.nnodes == 1:
@@ -165,10 +167,10 @@ class Supervisor:
     def _run_attempt(self, remotes: Sequence[RemoteWorkers], counts: Sequence[int]) -> Outcome:
         """Runs an attempt with `counts` processes per host; none is left when it returns."""
         address = f"{self._node_0}:{rendezvous.free_port(self._settings.ports)}"
-        hosts = [self._workers, *remotes]
+        nonce = secrets.token_hex(16)
         first_rank = 0
-        for host, count in zip(hosts, counts, strict=True):
-            host.start(RankAssignment(address, sum(counts), first_rank, count))
+        for host, count in zip([self._workers, *remotes], counts, strict=True):
+            host.start(RankAssignment(address, sum(counts), first_rank, count, nonce))
             first_rank += count
         outcome = Outcome(EXIT_FAILED, "the supervisor failed")
         try:
@@ -180,10 +182,24 @@ class Supervisor:
             self._account.close_attempt(self._workers.first_phase_seconds(), status, stalled)
             # Without a grace period: processes that lost a peer hang in a collective and cannot
             # save.
-            for host in hosts:
-                host.kill()
+            self._kill(remotes)
             if self._failed_at is None:
                 self._failed_at = time.monotonic()
+
+    def _kill(self, remotes: Sequence[RemoteWorkers]) -> None:
+        """Kills the processes of all hosts, and drops a host that does not do so in time."""
+        for remote in remotes:
+            remote.kill()
+        self._workers.kill()
+        deadline = time.monotonic() + nodes.KILL_SECONDS
+        while not all(remote.killed for remote in remotes) and time.monotonic() < deadline:
+            self._poll()
+        late = [remote for remote in remotes if not remote.killed]
+        for remote in late:
+            seconds = f"{nodes.KILL_SECONDS:.0f} s"
+            remote.link.drop(f"has not killed its processes within {seconds}")
+        if late:
+            self._poll()  # logs it
 
     def _watch(self, remotes: Sequence[RemoteWorkers], num_processes: int) -> Outcome:
         """Waits until an attempt of `num_processes` processes has ended; returns its outcome."""

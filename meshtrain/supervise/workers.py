@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.cluster import progress
+from meshtrain.cluster import progress, rendezvous, signature
 
 MAX_FINAL_READS = 100  # of 64 KiB, from a process that has ended
 KILL_TIMEOUT = 30.0  # seconds; a process may be blocked in the kernel
@@ -65,6 +65,7 @@ class RankAssignment:
     num_processes: int  # over all hosts
     first_rank: int
     num_local: int
+    nonce: str = ""  # a random one for each attempt, from which the token of its processes is made
 
 
 class _Child:
@@ -104,12 +105,17 @@ class Workers:
         num_supervisors: int = 1,
         logs: Path | None,
         show: Callable[[int, str], None],
+        secret: str = "",
     ):
-        """`local_id` is the rank of this supervisor among the `num_supervisors` of this host."""
+        """`local_id` is the rank of this supervisor among the `num_supervisors` of this host.
+
+        `secret` is the one of the supervisors; processes get only a token made from it.
+        """
         self._command = command
         self._environ = dict(environ)
         self._logs = logs
         self._show = show
+        self._secret = secret
         self._local_id = local_id
         self._num_supervisors = num_supervisors
         self._children: list[_Child] = []
@@ -137,6 +143,7 @@ class Workers:
                 "LOCAL_WORLD_SIZE": str(self._num_supervisors * ranks.num_local),
                 "PYTHONUNBUFFERED": "1",
                 progress.VARIABLE: str(path),
+                rendezvous.TOKEN_VARIABLE: signature.attempt_token(self._secret, ranks.nonce),
             }
             wrapper = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
             process = subprocess.Popen(
@@ -275,9 +282,10 @@ class Workers:
         for child in self._children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_TIMEOUT
         for child in self._children:
             try:
-                child.process.wait(KILL_TIMEOUT)
+                child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 message = f"pid {child.process.pid} cannot be killed; continuing without it"
                 self._show(child.rank, message)

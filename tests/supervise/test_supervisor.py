@@ -1,9 +1,11 @@
 """The supervisor, with processes that only write their progress page and do not import jax."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,8 +20,9 @@ from meshtrain.supervise import nodes
 from meshtrain.supervise.restart_policy import Settings
 from meshtrain.supervise.supervisor import Supervisor, _remove_processes
 from meshtrain.supervise.workers import RankAssignment, Workers
+from tests.lib.hellos import HELLO, STATUS, line
 from tests.lib.paths import ROOT
-from tests.lib.processes import free_port
+from tests.lib.processes import free_port, wait_until_listening
 
 # A worker that writes its progress page without importing jax, which takes seconds.
 WORKER = """
@@ -359,7 +362,7 @@ def test_processes_are_removed_from_the_last_hosts_first():
     assert _remove_processes([2, 2], 3) == [1, 0]
 
 
-def supervisors(tmp_path, code, count, **settings):
+def supervisors(tmp_path, code, count, *, secret="", **settings):
     """Runs a supervisor for each of `count` hosts, simulated by folders.
 
     Returns their exit codes.
@@ -374,7 +377,8 @@ from meshtrain.supervise.restart_policy import Settings
 from meshtrain.supervise.supervisor import Supervisor
 settings = Settings(nnodes={count}, node_rank={node}, coordinator="127.0.0.1:{port}", **{settings})
 command = [sys.executable, "-c", {WORKER + code!r}, {str(folder)!r}, {",".join(progress.FIELDS)!r}]
-sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ), logs=None))
+supervisor = Supervisor(settings, workdir=None, secret={secret!r})
+sys.exit(supervisor.run(command, environ=dict(os.environ), logs=None))
 """
         with open(folder / "out", "w") as out:
             codes[node] = subprocess.run(
@@ -387,6 +391,25 @@ sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ
     for thread in threads:
         thread.join()
     return [codes[node] for node in range(count)]
+
+
+@pytest.mark.parametrize("secret", ["", "s" * 32], ids=["insecure", "secret"])
+def test_the_processes_of_an_attempt_have_a_token_of_their_own(tmp_path, secret):
+    codes = supervisors(
+        tmp_path,
+        "open(f'{folder}/token-{number}', 'w').write(os.environ['MESHTRAIN_TOKEN'])\n"
+        "step(3)\n"
+        "sys.exit(number == 1)\n",
+        2,
+        secret=secret,
+        join_seconds=30.0,
+    )
+    assert codes == [0, 0]
+    first, second = (
+        {(tmp_path / node / f"token-{number}").read_text() for node in "01"} for number in (1, 2)
+    )
+    assert len(first) == len(second) == 1 and first != second
+    assert len(*first) == 64
 
 
 def test_supervisors_of_several_hosts_restart_together(tmp_path):
@@ -402,6 +425,42 @@ def test_supervisors_of_several_hosts_restart_together(tmp_path):
     out = (tmp_path / "0" / "out").read_text()
     assert "rank 2 (pid" in out and "restart 1 of 3" in out
     assert [attempts_of(tmp_path / str(node), node) for node in range(3)] == [2, 2, 2]
+
+
+def test_a_host_that_never_answers_kill_does_not_hold_the_others(tmp_path):
+    """It reports all the time, and is asked before the processes here are killed."""
+    port = free_port()
+    program = f"""
+import os, sys
+from meshtrain.supervise import nodes
+from meshtrain.supervise.restart_policy import Settings
+from meshtrain.supervise.supervisor import Supervisor
+nodes.KILL_SECONDS = 2.0
+settings = Settings(nnodes=2, coordinator="127.0.0.1:{port}", max_restarts=0)
+command = [sys.executable, "-c", "import time; time.sleep(99)"]
+sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ), logs=None))
+"""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes)
+    try:
+        wait_until_listening(supervisor, port)
+        with socket.create_connection(("127.0.0.1", port)) as host, host.makefile("rb") as lines:
+            host.sendall(line(HELLO))
+            commands = (json.loads(text)["do"] for text in lines)
+            assert "start" in commands  # reads until it arrives
+            host.sendall(line({"exits": [dict(rank=1, code=1, status=STATUS, tail=[])]}))
+            assert "kill" in commands
+            deadline = time.monotonic() + 20
+            with contextlib.suppress(OSError):
+                while time.monotonic() < deadline:
+                    host.sendall(line({"statuses": []}))
+                    time.sleep(0.05)
+        assert supervisor.wait(10) == 1
+    finally:
+        supervisor.kill()
+    output = supervisor.communicate()[0]
+    assert "node 1: 127.0.0.1 has not killed its processes within 2 s" in output
+    assert "rank 1 (pid 7) ended with exit code 1" in output
 
 
 def test_a_missing_host_is_named(tmp_path, capfd):
