@@ -23,6 +23,7 @@ from meshtrain.cluster import progress
 from meshtrain.cluster.limits import MAX_PROCESSES as MAX_LOCAL
 from meshtrain.cluster.rendezvous import is_integer, parse_line
 from meshtrain.errors import ConfigError
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment
 
 RETRY = 0.5  # seconds between attempts to reach node 0
@@ -50,7 +51,8 @@ class Link:
         self.accepted = accepted
         self.open = True
         self.fault = ""  # why the connection was closed, if the peer has sent something wrong
-        self.received_at = time.monotonic()
+        self._clock = RunningClock()
+        self._received_at = self._clock.now()
         self.answered = False  # whether a valid message has arrived
         self.on_answer: Callable[[], None] = lambda: None  # called at the first valid message
         self._partial_line = b""
@@ -80,7 +82,7 @@ class Link:
         # Of a stranger only the first line: to check many would keep the others waiting.
         max_splits = -1 if self.accepted else 1
         *lines, self._partial_line = self._partial_line.split(b"\n", max_splits)
-        if time.monotonic() - self.received_at > LOST_AFTER:
+        if self.silence() > LOST_AFTER:
             self.open = False
         # What follows the first line of a stranger is read later, so it may be longer.
         is_partial = self.accepted or not lines
@@ -101,6 +103,10 @@ class Link:
             messages.append(message)
         return messages
 
+    def silence(self) -> float:
+        """Returns the seconds since something has arrived."""
+        return self._clock.now() - self._received_at
+
     def _read(self, limit: int) -> None:
         """Adds what has arrived to the partial line, until that is longer than `limit` bytes."""
         try:
@@ -109,7 +115,7 @@ class Link:
                 if not received:
                     self.open = False
                     break
-                self.received_at = time.monotonic()
+                self._received_at = self._clock.now()
                 self._partial_line += received
                 if len(self._partial_line) > limit:
                     break

@@ -18,6 +18,7 @@ from meshtrain.cluster import rendezvous
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError
 from meshtrain.supervise import messages
 from meshtrain.supervise.messages import Link, Signer
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 REPORT_EVERY = 0.5  # seconds between status messages, which are also heartbeats
@@ -189,8 +190,7 @@ class Server:
             return f"node {node}: use --node_rank from 0 to {nnodes - 1}"
         old = self.remotes.get(node)
         if old:
-            silence = time.monotonic() - old.link.received_at
-            if old.link.open and silence < REPLACE_AFTER:
+            if old.link.open and old.link.silence() < REPLACE_AFTER:
                 return f"two nodes have rank {node}; give each its own --node_rank"
             old.link.close()
         return ""
@@ -292,6 +292,7 @@ def _execute_commands(
     None if the connection is lost. Raises ConfigError if node 0 rejects this host.
     """
     reported_at = 0.0
+    clock = RunningClock()
     stop_requested_at: float | None = None
     # Exit codes of this attempt; the first entry counts if no process has ended.
     codes = [EXIT_PREEMPTED]
@@ -330,9 +331,9 @@ def _execute_commands(
 
             # ---- signals to this host ----
             if num_signals() and stop_requested_at is None:
-                stop_requested_at = time.monotonic()
+                stop_requested_at = clock.now()
                 workers.request_stop()
-            late = stop_requested_at is not None and time.monotonic() - stop_requested_at > grace
+            late = stop_requested_at is not None and clock.now() - stop_requested_at > grace
             if num_signals() > 1 or late:
                 return EXIT_NOT_SAVED
 

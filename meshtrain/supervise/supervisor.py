@@ -15,6 +15,7 @@ from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USE
 from meshtrain.supervise import messages, nodes, restart_policy
 from meshtrain.supervise.nodes import RemoteWorkers
 from meshtrain.supervise.restart_policy import Outcome, RestartBudget, Settings, TimeAccount
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 TICK = 0.1  # seconds between checks
@@ -40,6 +41,7 @@ class Supervisor:
         self._workdir = workdir
         self._secret = secret
         self._signals: list[int] = []
+        self._clock = RunningClock()  # of all time limits
         self._account = TimeAccount()
         self._budget = RestartBudget(
             max_restarts=settings.max_restarts,
@@ -71,6 +73,7 @@ class Supervisor:
                 num_supervisors=num_supervisors,
                 logs=logs,
                 show=self._show,
+                clock=self._clock,
             )
             stack.enter_context(contextlib.closing(self._workers))
             if settings.nnodes == 1:
@@ -143,12 +146,12 @@ class Supervisor:
     def _wait_for_hosts(self) -> tuple[list[RemoteWorkers], str]:
         """Returns the other hosts, and "" or a message that names the missing ones."""
         settings = self._settings
-        started_at = time.monotonic()
+        started_at = self._clock.now()
         while True:
             remotes = self._server.connected() if self._server else []
             if 1 + len(remotes) == settings.nnodes:
                 return remotes, ""
-            late = time.monotonic() - started_at > settings.join_seconds
+            late = self._clock.now() - started_at > settings.join_seconds
             if late and settings.min_nproc:
                 if sum(self._num_processes(remotes)) >= settings.min_nproc:
                     return remotes, ""
@@ -206,8 +209,8 @@ class Supervisor:
             if len(ended) == num_processes:
                 return Outcome(max(process.code for process in ended), status=ended[0].status)
             if ended and first_end_at is None:
-                first_end_at = time.monotonic()
-            if first_end_at is not None and time.monotonic() - first_end_at > END_TIMEOUT:
+                first_end_at = self._clock.now()
+            if first_end_at is not None and self._clock.now() - first_end_at > END_TIMEOUT:
                 why = f"rank {ended[0].rank} has ended and others have not"
                 return Outcome(EXIT_FAILED, why, ended[0].status)
 
@@ -219,13 +222,13 @@ class Supervisor:
 
             # ---- the first signal asks for a save; a second one, or `grace` seconds, abort it ----
             if self._signals and stop_requested_at is None:
-                stop_requested_at = time.monotonic()
+                stop_requested_at = self._clock.now()
                 self._log("asked to stop: saving")
                 for host in hosts:
                     host.request_stop()
             late = (
                 stop_requested_at is not None
-                and time.monotonic() - stop_requested_at > settings.grace
+                and self._clock.now() - stop_requested_at > settings.grace
             )
             if late or len(self._signals) > 1:
                 why = f"not saved within {settings.grace:.0f} s" if late else "aborted"
