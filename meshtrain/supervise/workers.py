@@ -81,6 +81,7 @@ class _Child:
         self.partial_line = b""
         self.stopped_since: float | None = None
         self.ended = False
+        self.is_fault_shown = False  # of its page
         # The last value of each name, and when this supervisor first saw it: the clock of a process
         # may differ from its own, or jump.
         self._seen: dict[str, tuple[tuple, float]] = {}
@@ -227,6 +228,10 @@ class Workers:
         heartbeat_age = now - heartbeat_at if page["heartbeat"] else 0.0
         phase = (page.phase, page["phase_start"], page["current_step"])
         phase_age = now - child.changed_at("phase", phase, now)
+        if page.fault and not child.is_fault_shown:
+            child.is_fault_shown = True
+            text = f"its progress page is damaged: {page.fault}; the last valid values count"
+            self._show(child.rank, text)
         return ProcessStatus(
             rank=child.rank,
             pid=child.process.pid,

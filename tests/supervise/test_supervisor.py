@@ -165,6 +165,21 @@ if number == 1: [(step(12), time.sleep(0.1)) for _ in range(200)]
     )
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "put('phase', float('nan'))",
+        "put('current_step', 1e300)",
+        "os.truncate(os.environ['MESHTRAIN_PROGRESS'], 20)",
+    ],
+)
+def test_a_damaged_progress_page_is_one_line_and_the_run_continues(supervise, tmp_path, damage):
+    code, output = supervise(f"step(3)\nif rank == 1: {damage}\ntime.sleep(0.5)")
+    assert code == 0 and attempts_of(tmp_path) == 1
+    (line,) = [line for line in output.splitlines() if "damaged" in line]
+    assert line.startswith("[1] its progress page is damaged: ")
+
+
 def test_the_process_furthest_behind_is_named_when_all_wait(supervise):
     code, output = supervise("""
 step(5 if rank == 0 else 4)

@@ -44,8 +44,9 @@ def test_time_in_which_the_supervisor_was_suspended_counts_for_no_stall(monkeypa
     )
     workers.start(RankAssignment("127.0.0.1:1", 1, 0, 1))
     (child,) = workers._children
-    child.page["heartbeat"] = 1.0
-    child.page["phase"] = progress.PHASES.index("step")
+    page = progress.ProgressPage(child.path)
+    page["heartbeat"] = 1.0
+    page["phase"] = progress.PHASES.index("step")
 
     def select(timeout):
         nonlocal seconds
