@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -230,6 +231,8 @@ def follow_node_0(
     and stop; after the second they are killed.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
+    if why := _lookup_fault(host):  # of a pod, the name may be known later
+        log(f"--coordinator={host}:{port}: {why}; trying again for {seconds:.0f} s")
     logged: set[str] = set()  # of connections without an answer: each fault once
     deadline = time.monotonic() + seconds
     while True:
@@ -274,9 +277,35 @@ def follow_node_0(
         time.sleep(messages.RETRY)
     if num_signals():
         return EXIT_PREEMPTED  # nothing was running
-    hint = f"; it must have the same {messages.SECRET_VARIABLE}" if secret else ""
+    # The secret is only to blame if something answers there.
+    why = _connect_fault(host, port)
+    if why:
+        hint = f": {why}; use its address, and start it there"
+    else:
+        hint = f"; it must have the same {messages.SECRET_VARIABLE}" if secret else ""
     log(f"--coordinator={host}:{port}: node 0 not reached within {seconds:.0f} s{hint}")
     return EXIT_FAILED
+
+
+def _lookup_fault(host: str) -> str:
+    """Returns why a name has no address on this host, or ""."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return f"cannot look up {host}: {reason}"
+    return ""
+
+
+def _connect_fault(host: str, port: int) -> str:
+    """Returns why no connection to node 0 is possible, or ""."""
+    if fault := _lookup_fault(host):
+        return fault
+    try:
+        socket.create_connection((host, port), timeout=messages.RETRY).close()
+    except OSError as error:
+        return error.strerror or "no answer in time"
+    return ""
 
 
 def _execute_commands(

@@ -426,6 +426,23 @@ def test_a_missing_host_is_named(tmp_path, capfd):
     assert "1 of 2 nodes arrived, missing [1]" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("no.such.host.invalid", "cannot look up no.such.host.invalid: Name or service not known"),
+        ("127.0.0.1", "Connection refused"),
+    ],
+)
+def test_a_node_0_that_is_not_reached_is_reported_with_the_reason(host, why, capfd):
+    settings = Settings(
+        nnodes=2, node_rank=1, coordinator=f"{host}:{free_port()}", join_seconds=0.5
+    )
+    supervisor = Supervisor(settings, workdir=None, secret="s" * 32)
+    assert supervisor.run(["true"], environ={}, logs=None) == 1
+    output = "".join(capfd.readouterr())
+    assert "node 0 not reached within 0 s: " + why in output and "SECRET" not in output
+
+
 def test_a_supervisor_of_another_run_is_rejected():
     port = free_port()
     server = nodes.Server("127.0.0.1", port, 2)
