@@ -20,6 +20,7 @@ from meshtrain.cluster.limits import MAX_PROCESSES as MAX_LOCAL
 from meshtrain.cluster.rendezvous import is_integer, parse_line
 from meshtrain.cluster.signature import Signer, signer_of_node
 from meshtrain.errors import ConfigError
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment
 
 RETRY = 0.5  # seconds between attempts to reach node 0
@@ -54,8 +55,9 @@ class Link:
         self.accepted = accepted
         self.open = True
         self.fault = ""  # why the connection was closed, if the peer has done something wrong
-        self.received_at = time.monotonic()
-        self._opened_at = self.received_at
+        self._clock = RunningClock()
+        self._received_at = self._clock.now()
+        self._opened_at = self._received_at
         self._max_line = max_line
         self.answered = False  # whether a valid message has arrived
         self.on_answer: Callable[[], None] = lambda: None  # called at the first valid message
@@ -86,10 +88,9 @@ class Link:
         # Of a stranger only the first line: to check many would keep the others waiting.
         max_splits = -1 if self.accepted else 1
         *lines, self._partial_line = self._partial_line.split(b"\n", max_splits)
-        now = time.monotonic()
-        if now - self.received_at > LOST_AFTER:
+        if self.silence() > LOST_AFTER:
             self.open = False
-        if not (self.accepted or lines) and now - self._opened_at > HELLO_SECONDS:
+        if not (self.accepted or lines) and self._clock.now() - self._opened_at > HELLO_SECONDS:
             self.reject(f"no line within {HELLO_SECONDS:.0f} s")
         # What follows the first line of a stranger is read later, so it may be longer.
         is_partial = self.accepted or not lines
@@ -110,6 +111,10 @@ class Link:
             messages.append(message)
         return messages
 
+    def silence(self) -> float:
+        """Returns the seconds since something has arrived."""
+        return self._clock.now() - self._received_at
+
     def _read(self, limit: int) -> None:
         """Adds what has arrived to the partial line, until that is longer than `limit` bytes."""
         try:
@@ -118,7 +123,7 @@ class Link:
                 if not received:
                     self.open = False
                     break
-                self.received_at = time.monotonic()
+                self._received_at = self._clock.now()
                 self._partial_line += received
                 if len(self._partial_line) > limit:
                     break

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from meshtrain.cluster import rendezvous
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError
 from meshtrain.supervise import messages
 from meshtrain.supervise.messages import Link, Signer
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 REPORT_EVERY = 0.5  # seconds between status messages, which are also heartbeats
@@ -195,8 +197,7 @@ class Server:
             return f"node {node}: use --node_rank from 0 to {nnodes - 1}"
         old = self.remotes.get(node)
         if old:
-            silence = time.monotonic() - old.link.received_at
-            if old.link.open and silence < REPLACE_AFTER:
+            if old.link.open and old.link.silence() < REPLACE_AFTER:
                 return f"two nodes have rank {node}; give each its own --node_rank"
             old.link.close()
         return ""
@@ -236,6 +237,8 @@ def follow_node_0(
     and stop; after the second they are killed.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
+    if why := _lookup_fault(host):  # of a pod, the name may be known later
+        log(f"--coordinator={host}:{port}: {why}; trying again for {seconds:.0f} s")
     logged: set[str] = set()  # of connections without an answer: each fault once
     deadline = time.monotonic() + seconds
     while True:
@@ -280,9 +283,35 @@ def follow_node_0(
         time.sleep(messages.RETRY)
     if num_signals():
         return EXIT_PREEMPTED  # nothing was running
-    hint = f"; it must have the same {messages.SECRET_VARIABLE}" if secret else ""
+    # The secret is only to blame if something answers there.
+    why = _connect_fault(host, port)
+    if why:
+        hint = f": {why}; use its address, and start it there"
+    else:
+        hint = f"; it must have the same {messages.SECRET_VARIABLE}" if secret else ""
     log(f"--coordinator={host}:{port}: node 0 not reached within {seconds:.0f} s{hint}")
     return EXIT_FAILED
+
+
+def _lookup_fault(host: str) -> str:
+    """Returns why a name has no address on this host, or ""."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return f"cannot look up {host}: {reason}"
+    return ""
+
+
+def _connect_fault(host: str, port: int) -> str:
+    """Returns why no connection to node 0 is possible, or ""."""
+    if fault := _lookup_fault(host):
+        return fault
+    try:
+        socket.create_connection((host, port), timeout=messages.RETRY).close()
+    except OSError as error:
+        return error.strerror or "no answer in time"
+    return ""
 
 
 def _execute_commands(
@@ -298,6 +327,7 @@ def _execute_commands(
     None if the connection is lost. Raises ConfigError if node 0 rejects this host.
     """
     reported_at = 0.0
+    clock = RunningClock()
     stop_requested_at: float | None = None
     # Exit codes of this attempt; the first entry counts if no process has ended.
     codes = [EXIT_PREEMPTED]
@@ -336,9 +366,9 @@ def _execute_commands(
 
             # ---- signals to this host ----
             if num_signals() and stop_requested_at is None:
-                stop_requested_at = time.monotonic()
+                stop_requested_at = clock.now()
                 workers.request_stop()
-            late = stop_requested_at is not None and time.monotonic() - stop_requested_at > grace
+            late = stop_requested_at is not None and clock.now() - stop_requested_at > grace
             if num_signals() > 1 or late:
                 return EXIT_NOT_SAVED
 

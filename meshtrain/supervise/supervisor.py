@@ -16,6 +16,7 @@ from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USE
 from meshtrain.supervise import messages, nodes, restart_policy
 from meshtrain.supervise.nodes import RemoteWorkers
 from meshtrain.supervise.restart_policy import Outcome, RestartBudget, Settings, TimeAccount
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 TICK = 0.1  # seconds between checks
@@ -41,6 +42,7 @@ class Supervisor:
         self._workdir = workdir
         self._secret = secret
         self._signals: list[int] = []
+        self._clock = RunningClock()  # of all time limits
         self._account = TimeAccount()
         self._budget = RestartBudget(
             max_restarts=settings.max_restarts,
@@ -73,6 +75,7 @@ class Supervisor:
                 logs=logs,
                 show=self._show,
                 secret=self._secret,
+                clock=self._clock,
             )
             stack.enter_context(contextlib.closing(self._workers))
             if settings.nnodes == 1:
@@ -145,12 +148,12 @@ class Supervisor:
     def _wait_for_hosts(self) -> tuple[list[RemoteWorkers], str]:
         """Returns the other hosts, and "" or a message that names the missing ones."""
         settings = self._settings
-        started_at = time.monotonic()
+        started_at = self._clock.now()
         while True:
             remotes = self._server.connected() if self._server else []
             if 1 + len(remotes) == settings.nnodes:
                 return remotes, ""
-            late = time.monotonic() - started_at > settings.join_seconds
+            late = self._clock.now() - started_at > settings.join_seconds
             if late and settings.min_nproc:
                 if sum(self._num_processes(remotes)) >= settings.min_nproc:
                     return remotes, ""
@@ -191,8 +194,8 @@ class Supervisor:
         for remote in remotes:
             remote.kill()
         self._workers.kill()
-        deadline = time.monotonic() + nodes.KILL_SECONDS
-        while not all(remote.killed for remote in remotes) and time.monotonic() < deadline:
+        deadline = self._clock.now() + nodes.KILL_SECONDS
+        while not all(remote.killed for remote in remotes) and self._clock.now() < deadline:
             self._poll()
         late = [remote for remote in remotes if not remote.killed]
         for remote in late:
@@ -222,8 +225,8 @@ class Supervisor:
             if len(ended) == num_processes:
                 return Outcome(max(process.code for process in ended), status=ended[0].status)
             if ended and first_end_at is None:
-                first_end_at = time.monotonic()
-            if first_end_at is not None and time.monotonic() - first_end_at > END_TIMEOUT:
+                first_end_at = self._clock.now()
+            if first_end_at is not None and self._clock.now() - first_end_at > END_TIMEOUT:
                 why = f"rank {ended[0].rank} has ended and others have not"
                 return Outcome(EXIT_FAILED, why, ended[0].status)
 
@@ -235,13 +238,13 @@ class Supervisor:
 
             # ---- the first signal asks for a save; a second one, or `grace` seconds, abort it ----
             if self._signals and stop_requested_at is None:
-                stop_requested_at = time.monotonic()
+                stop_requested_at = self._clock.now()
                 self._log("asked to stop: saving")
                 for host in hosts:
                     host.request_stop()
             late = (
                 stop_requested_at is not None
-                and time.monotonic() - stop_requested_at > settings.grace
+                and self._clock.now() - stop_requested_at > settings.grace
             )
             if late or len(self._signals) > 1:
                 why = f"not saved within {settings.grace:.0f} s" if late else "aborted"

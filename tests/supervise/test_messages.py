@@ -17,6 +17,7 @@ from meshtrain.cluster.signature import Signer
 from meshtrain.errors import ConfigError
 from meshtrain.supervise import messages, nodes, restart_policy
 from meshtrain.supervise.messages import InvalidMessage
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import TAIL, Exit, ProcessStatus, RankAssignment, Workers
 from tests.lib.hellos import HELLO, NOT_HELLO, STATUS, is_closed, line, poll
 from tests.lib.processes import free_port
@@ -97,6 +98,21 @@ def test_closing_the_server_closes_the_connection_of_a_node_that_has_left(server
     poll(server, lambda: server.remotes and not server.connected())
     server.close(0)
     assert server.remotes[1].link.connection.fileno() == -1
+
+
+def test_a_host_is_not_lost_because_all_hosts_were_suspended(server):
+    with join(server):
+        poll(server, lambda: server.remotes)
+        link, seconds = server.remotes[1].link, 0.0
+        link._clock = RunningClock(lambda: seconds)
+        link._received_at = link._clock.now()
+        seconds = 1e6  # of silence, in which node 0 was suspended too
+        server.poll()
+        assert link.open and link.silence() < messages.LOST_AFTER
+        while link.open and seconds < 2e6:
+            seconds += 0.1
+            server.poll()
+        assert messages.LOST_AFTER < link.silence() < messages.LOST_AFTER + 1
 
 
 @pytest.mark.parametrize("received", NOT_HELLO, ids=lambda received: repr(received[:40]))

@@ -168,6 +168,21 @@ if number == 1: [(step(12), time.sleep(0.1)) for _ in range(200)]
     )
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "put('phase', float('nan'))",
+        "put('current_step', 1e300)",
+        "os.truncate(os.environ['MESHTRAIN_PROGRESS'], 20)",
+    ],
+)
+def test_a_damaged_progress_page_is_one_line_and_the_run_continues(supervise, tmp_path, damage):
+    code, output = supervise(f"step(3)\nif rank == 1: {damage}\ntime.sleep(0.5)")
+    assert code == 0 and attempts_of(tmp_path) == 1
+    (line,) = [line for line in output.splitlines() if "damaged" in line]
+    assert line.startswith("[1] its progress page is damaged: ")
+
+
 def test_the_process_furthest_behind_is_named_when_all_wait(supervise):
     code, output = supervise("""
 step(5 if rank == 0 else 4)
@@ -468,6 +483,23 @@ def test_a_missing_host_is_named(tmp_path, capfd):
     settings = Settings(nnodes=2, coordinator=f"127.0.0.1:{free_port()}", join_seconds=0.5)
     assert Supervisor(settings, workdir=None).run(["true"], environ={}, logs=None) == 1
     assert "1 of 2 nodes arrived, missing [1]" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("no.such.host.invalid", "cannot look up no.such.host.invalid: Name or service not known"),
+        ("127.0.0.1", "Connection refused"),
+    ],
+)
+def test_a_node_0_that_is_not_reached_is_reported_with_the_reason(host, why, capfd):
+    settings = Settings(
+        nnodes=2, node_rank=1, coordinator=f"{host}:{free_port()}", join_seconds=0.5
+    )
+    supervisor = Supervisor(settings, workdir=None, secret="s" * 32)
+    assert supervisor.run(["true"], environ={}, logs=None) == 1
+    output = "".join(capfd.readouterr())
+    assert "node 0 not reached within 0 s: " + why in output and "SECRET" not in output
 
 
 def test_a_supervisor_of_another_run_is_rejected():
