@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtrain import foreign
 from meshtrain.data import chat_template, files, identity, tokens
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.chat_template import ChatTemplate, Span
@@ -282,7 +283,7 @@ def _report_faults(faults: list[str]) -> None:
 
 def _parse_conversation(line: bytes) -> Conversation:
     """Returns the conversation in a line; raises ValueError that says what is wrong with it."""
-    parsed = inputs.parse_json(line)
+    parsed = foreign.parse_json(line)
     if not isinstance(parsed, dict):
         raise ValueError('is no object; use {"messages": [...]}')
     # Exported tables have a null where a line has no such key.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshtrain import foreign
 from meshtrain.errors import ConfigError, import_optional
 
 FILE = "chat_template.jinja"  # in the folder of a tokenizer; it replaces what CONFIG has
@@ -103,14 +104,11 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
 def _read_json(file: Path) -> dict[str, Any]:
     """Returns the object in a file; {} if there is no file."""
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise ValueError("it is not an object")
+        return foreign.read_json(file)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}; copy it again") from None
-    return settings
 
 
 def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -122,7 +120,7 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         sources = {entry["name"]: entry["template"] for entry in sources if isinstance(entry, dict)}
     try:
         if (folder / FILE).is_file():
-            sources = {"default": (folder / FILE).read_text(encoding="utf-8")}
+            sources = {"default": foreign.read_utf8(folder / FILE)}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / FILE}: cannot be read: {error}; copy it again") from None
     if not all(isinstance(text, str) for text in sources.values()):

@@ -1,8 +1,9 @@
 """File formats that are neither plain text nor raw tokens: read as such, they would be noise."""
 
-import json
 from pathlib import Path
 from typing import NamedTuple
+
+from meshtrain import foreign
 
 PREPARE = "tokenize it with `meshtrain prepare`, and set data.path to its --output"
 CONVERT = (
@@ -103,6 +104,6 @@ def _is_json_object(line: bytes) -> bool:
     if not line.lstrip().startswith(b"{"):
         return False
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
+        return isinstance(foreign.parse_json(line), dict)
+    except ValueError:
         return False

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain import errors
+from meshtrain import errors, foreign
 from meshtrain.data import files, prepared, split_points
 from meshtrain.errors import ConfigError
 
@@ -140,7 +140,7 @@ def digest(tokenizer: Tokenizer) -> str:
 def entry_of(folder: Path) -> dict[str, Any]:
     """Returns the tokenizer's entry in a prepared folder's manifest; {} without a manifest."""
     try:
-        return {**json.loads((folder / prepared.MANIFEST).read_text(encoding="utf-8"))["tokenizer"]}
+        return {**foreign.read_json(folder / prepared.MANIFEST)["tokenizer"]}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,9 +1,9 @@
 """Prompts as messages of a user to a chat model: `meshtrain generate --chat`."""
 
 import contextlib
-import json
 from pathlib import Path
 
+from meshtrain import foreign
 from meshtrain.data import chat, chat_template
 from meshtrain.data.chat_template import ChatTemplate
 from meshtrain.data.tokenizer import Tokenizer
@@ -58,8 +58,8 @@ def end_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
 def _listed_end_tokens(file: Path) -> list[int]:
     """Returns the end tokens that a generation_config.json lists; none if it cannot be read."""
     try:
-        tokens = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):
+        tokens = foreign.read_json(file).get("eos_token_id")
+    except (OSError, ValueError):
         return []
     if not isinstance(tokens, list):
         tokens = [tokens]

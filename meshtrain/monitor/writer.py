@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from meshtrain import console, hardware, storage
+from meshtrain import console, foreign, hardware, storage
 from meshtrain.config.schema import Config
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
@@ -353,11 +353,13 @@ def units_of(batch: Any, model: Model) -> Units:
 
 
 def _row_step(row: str) -> float:
-    """Returns the step of a row; inf for a row truncated by a crash, so that it is dropped."""
+    """Returns the step of a row; inf for a row without one, such as part of one, to drop it."""
     try:
-        return json.loads(row)["step"]
-    except (ValueError, KeyError, TypeError):
+        values = foreign.parse_json(row.encode())
+    except ValueError:
         return math.inf
+    step = values.get("step") if isinstance(values, dict) else None
+    return step if isinstance(step, int | float) else math.inf
 
 
 def as_json(value: Any) -> Any:
