@@ -309,16 +309,10 @@ class Writer:
         unwritten = self._unwritten.setdefault(name, [])
         unwritten.append(storage.readable(json.dumps(as_json(row))) + "\n")
         path = self._folder / name
-        size = None
         try:
-            with open(path, "a", encoding="utf-8") as file:
-                size = file.tell()
-                file.writelines(unwritten)
+            storage.append_lines(path, unwritten)
             unwritten.clear()
         except OSError as error:
-            if size is not None:
-                with contextlib.suppress(OSError):
-                    os.truncate(path, size)  # removes a partly written line
             if len(unwritten) == 1:
                 self.log(
                     f"{path}: {error.strerror}; its lines are kept in memory until it can be "
