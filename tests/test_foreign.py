@@ -5,7 +5,10 @@ import os
 
 import pytest
 
-from meshtrain import foreign
+from meshtrain import console, foreign
+from meshtrain.__main__ import main
+from meshtrain.data import tokenizer
+from meshtrain.inference import generate
 
 # Contents that no file of JSON may have, and what is said about them.
 NOT_JSON = {
@@ -67,3 +70,54 @@ def test_no_more_than_the_limit_is_read(tmp_path):
     # A file of /proc has a size of 0.
     with pytest.raises(ValueError, match="larger than 3 bytes"):
         foreign.read_bytes("/proc/self/status", max_bytes=3)
+
+
+# ---- text of others on a terminal ----
+
+CODES = (
+    "\x1b]0;title\x07 \x1b[2J\x1b[1;31m red \x9b31m \b\b\0 \u202e reversed \r over \ud800 \udcff"
+)
+SHOWN = (
+    r"\x1b]0;title\x07 \x1b[2J\x1b[1;31m red \x9b31m \x08\x08\x00 \u202e reversed \r over "
+    r"\ud800 \udcff"
+)
+TEXT = "naïve 日本 👩‍👩‍👧 שלום\n\tif x:\r\n"  # stays
+
+
+def test_codes_of_a_terminal_are_written_out_and_text_stays(capsys):
+    assert console.printable(CODES) == SHOWN
+    assert console.printable(TEXT) == TEXT
+    assert console.line_of(f"a: {CODES}\n  b\r\n") == rf"a: {SHOWN} b"
+    assert len(console.line_of("x" * 10**6)) < 5000
+    console.say(CODES, TEXT, stream="stderr")
+    assert capsys.readouterr().err == f"{SHOWN}\n{TEXT}\n"
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_generated_text_keeps_its_lines_and_does_nothing_to_the_terminal(capsys, num_prompts):
+    loaded = tokenizer.load("bytes")
+    new = loaded.encode("é\x1b[2J\r\n\tok\r").tolist()
+    steps = [[token] * num_prompts for token in [*new, None]]
+    generate.print_texts(loaded, [loaded.encode("\x9b1").tolist()] * num_prompts, steps)
+    texts = "\\x9b1é\\x1b[2J\r\n\tok\\r\n"
+    if num_prompts == 2:
+        texts = f"--- 0\n{texts}--- 1\n{texts}"
+    assert capsys.readouterr().out == texts
+
+
+def test_the_name_of_a_file_is_one_harmless_line(tmp_path, capsys):
+    name = tmp_path / "a\x1b[31m\n\u202eb"
+    faults = {
+        ("info", f"--config={name}"): "no such file",
+        ("checkpoint", "ls", str(name)): "has no folder checkpoints",
+        ("prepare", str(name), f"--output={tmp_path}/out"): "no such file or folder",
+        ("report", str(name), f"--output={tmp_path}/out.html"): "not a run",
+        ("generate", f"--workdir={name}"): "not a run",
+        ("nothing\x1b[31m",): "unknown verb",
+    }
+    for arguments, fault in faults.items():
+        assert main([*arguments]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        assert fault in line and r"\x1b[31m" in line and line.isprintable()

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{args.target}: {os_error[1].strip()}") from error
         raise
     if distributed.process_id() == 0:
-        print(f"{args.target}: {summary}")
+        console.say(f"{args.target}: {summary}")
     return 0
 
 
