@@ -183,6 +183,8 @@ def _load(path: str, paths: tuple[Path, ...], fingerprint: str, tokenizer_path: 
         try:
             _check_keys(template, conversation)
             text, text_spans = render(template, conversation)
+        except ConfigError:
+            raise  # the template's own fault
         except ValueError as error:
             faults.append(f"{place}: {error}")
             continue
