@@ -21,7 +21,7 @@ from meshtrain.data.corpus import Corpus
 from meshtrain.data.prepare import inputs
 from meshtrain.data.source import Batch, Source, check_sizes
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import ConfigError, choice_faults, import_optional
+from meshtrain.errors import ConfigError, choice_faults
 
 # T tokens of a text, or of all conversations
 
@@ -433,14 +433,13 @@ def reply_encoder(file: Path) -> Encode:
     Unlike `Tokenizer.encode`, special tokens that are spelled in a text become these tokens, as
     transformers has it for the text of a chat template.
     """
-    package = import_optional("tokenizers")
-    model = package.Tokenizer.from_file(str(file))
-    model.no_truncation()
-    model.no_padding()
+    model = tokenizers.read_model(file)
 
     def encode(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         arrays = []
-        for encoding in model.encode_batch([*texts], add_special_tokens=False):
+        with tokenizers.reporting_faults(file, "fails"):
+            encodings = model.encode_batch([*texts], add_special_tokens=False)
+        for encoding in encodings:
             ids = np.array(encoding.ids, np.int32)
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             arrays.append((ids, offsets))

@@ -58,24 +58,24 @@ def main() -> None:
             blocks.append(block)
         return {"text": "".join(blocks), "spans": spans}
 
-    print(_limited(compile_all, settings["seconds"]), flush=True)
+    _answer(compile_all, settings["seconds"])
     for line in sys.stdin:
-        print(_limited(functools.partial(render, line), settings["seconds"]), flush=True)
+        _answer(functools.partial(render, line), settings["seconds"])
 
 
-def _limited(action: Callable[[], dict[str, Any]], seconds: float) -> str:
-    """Returns the answer of an action as JSON; if it takes more CPU time, this process ends."""
+def _answer(action: Callable[[], dict[str, Any]], seconds: float) -> None:
+    """Writes what an action returns; if it takes more CPU time, this process ends."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        return json.dumps(action())
+        answer = json.dumps(action())
     except MemoryError:
-        fault = f"it needs more than {MAX_BYTES:,} bytes of memory"
+        answer = json.dumps({"fault": f"it needs more than {MAX_BYTES:,} bytes of memory"})
     # A template may fail in any way on messages that it does not expect.
     except Exception as error:
-        fault = str(error)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    return json.dumps({"fault": fault[:MAX_FAULT_CHARS]})
+        answer = json.dumps({"fault": str(error)[:MAX_FAULT_CHARS]})
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    sys.stdout.write(f"{answer}\n")
+    sys.stdout.flush()
 
 
 def _environment(now: datetime.datetime | None) -> tuple[jinja2.Environment, list[str], list[Span]]:
