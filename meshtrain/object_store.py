@@ -351,7 +351,7 @@ def _write_lease(lock: Path, record: dict[str, Any], generation: bytes | None) -
 def _parse_record(data: bytes) -> dict[str, Any]:
     try:
         return dict(json.loads(data))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return {}
 
 

@@ -6,6 +6,7 @@ which of its files are elsewhere.
 """
 
 import contextlib
+import errno
 import fnmatch
 import math
 import os
@@ -422,6 +423,28 @@ class ObjectStore:
 def _is_of_process(name: str) -> bool:
     """Returns whether an object is one of OF_PROCESSES; the name is in a checkpoint or workdir."""
     return any(fnmatch.fnmatchcase(name, f"{prefix}{OF_PROCESSES}") for prefix in ("", "*/"))
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Appends lines, each with its newline, to a file; raises OSError, and adds none, if it fails.
+
+    If a crash has left a part of a line at the end of the file, only that part is lost.
+    """
+    data = "".join(lines).encode()
+    with open(path, "a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                data = b"\n" + data
+        try:
+            # One call: another process may append to the same file.
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def url_fault(key: str, path: str | Path) -> str:

@@ -81,7 +81,7 @@ def _acquire(handle: int, workdir: Workdir) -> str:
         try:
             fields = json.loads(os.pread(handle, 1000, 0))
             holder = f"pid {fields['pid']} on {fields['host']}"
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             holder = "its pid is unknown"
         return (
             f"--workdir={workdir.name}: another run is in it, {holder}; "

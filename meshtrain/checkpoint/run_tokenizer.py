@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshtrain import foreign
 from meshtrain.checkpoint.find import workdir_of
 from meshtrain.data import prepared, tokenizer
 from meshtrain.data.tokenizer import Tokenizer
@@ -69,10 +70,10 @@ def _with_tokenizer(folders: Iterable[Path], digest: str) -> list[Path]:
 
 def _end_tokens_in(file: Path) -> list[int]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = foreign.read_json(file)
         language_model = config.get("text_config") or {}  # of a multimodal model
         tokens = config.get("eos_token_id", language_model.get("eos_token_id"))
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError):
         return []
     if not isinstance(tokens, list):
         tokens = [tokens]

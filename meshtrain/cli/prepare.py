@@ -12,11 +12,11 @@ to resume. The output is the same, byte for byte, for any number of workers.
 
 import argparse
 import os
-import sys
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.data import tokenizer
 from meshtrain.data.prepare import folder, inputs, shards, tokenize, validate
@@ -28,13 +28,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _prepare_or_verify(args)
     except KeyboardInterrupt:
-        print("stopped; the same command resumes after the last finished shard", file=sys.stderr)
+        line = "stopped; the same command resumes after the last finished shard"
+        console.say(line, stream="stderr")
         return EXIT_PREEMPTED
     except BrokenProcessPool:
-        print(
+        console.say(
             "a worker was killed, perhaps because memory ran out; the same command resumes; "
             "if memory ran out, use fewer --num_workers",
-            file=sys.stderr,
+            stream="stderr",
         )
         return EXIT_FAILED
     except OSError as error:
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare_or_verify(args: argparse.Namespace) -> int:
     if args.verify:
-        print(*validate.validate(args.verify), sep="\n")
+        console.say(*validate.validate(args.verify))
         return 0
     _check_flags(args)
     files, notes = inputs.find_files(args.inputs, args.pattern, args.output, skip_bad=args.skip_bad)
@@ -74,10 +75,10 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         "shard_tokens": args.shard_tokens,
     }
     for note in notes:
-        print(note)
+        console.say(note)
     with closing(shards.Journal(args.output, settings)) as journal:
         if journal.is_done:
-            print(f"{args.output} is already prepared")
+            console.say(f"{args.output} is already prepared")
             return 0
         if args.separator and not journal.shards:
             inputs.check_separator(files, args.separator)

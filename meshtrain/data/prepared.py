@@ -1,12 +1,12 @@
 """manifest.json of a prepared folder: written last, so a folder that has one is complete."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshtrain import foreign
 from meshtrain.errors import ConfigError
 
 MANIFEST = "manifest.json"
@@ -20,11 +20,12 @@ def is_prepared(folder: Path) -> bool:
     """Returns True if `meshtrain prepare` wrote the folder, even if it is not finished."""
     try:
         if (folder / MANIFEST).is_file():
-            return KEYS <= set(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+            return KEYS <= foreign.read_json(folder / MANIFEST).keys()
         if (folder / JOURNAL).is_file():
             with open(folder / JOURNAL, "rb") as file:
-                return set(json.loads(file.readline())) == {"settings"}
-    except (OSError, ValueError, TypeError):  # a file of somebody else with that name
+                first_line = foreign.parse_json(file.readline(foreign.MAX_JSON_BYTES))
+                return isinstance(first_line, dict) and first_line.keys() == {"settings"}
+    except (OSError, ValueError):  # a file of somebody else with that name
         pass
     return False
 
@@ -36,7 +37,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     name = folder / MANIFEST
     try:
-        manifest = json.loads(name.read_text(encoding="utf-8"))
+        manifest = foreign.read_json(name)
         version = manifest["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}; prepare the folder again") from None

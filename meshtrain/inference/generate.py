@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 
+from meshtrain import console
 from meshtrain.checkpoint import find, run_tokenizer
 from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer as tokenizers
@@ -75,7 +75,7 @@ def run(
         notes = _length_notes(prompts, length, context)
     if jax.process_index() == 0:
         for note in notes:
-            print(note, file=sys.stderr)
+            console.say(note, stream="stderr")
 
     # Last, since it takes the most time: a fault of a flag is reported before.
     program, params = restore_params(
@@ -98,10 +98,10 @@ def run(
     if jax.process_index() == 0:
         print_texts(tokenizer, prompts, steps, replies_only=chat)
         for number in full:
-            print(
+            console.say(
                 f"reply {number} ends because prompt and reply fill the {context} tokens that the "
                 f"model sees; use a shorter message{_or_context(context + 1, own_context)}",
-                file=sys.stderr,
+                stream="stderr",
             )
     else:
         for _ in steps:  # every process runs every step
@@ -316,16 +316,16 @@ def print_texts(
     """
     if len(prompts) == 1:
         (ids,) = prompts
-        print("" if replies_only else tokenizer.decode(ids), end="", flush=True)
+        console.say("" if replies_only else tokenizer.decode(ids), end="")
         for text in stream_text(tokenizer, ids, (token for (token,) in steps)):
-            print(text, end="", flush=True)
-        print()
+            console.say(text, end="")
+        console.say("")
         return
     rows = zip(*steps, strict=True)
     for number, (ids, row) in enumerate(zip(prompts, rows, strict=True)):
         new = [token for token in row if token is not None]
         text = tokenizer.decode(new if replies_only else [*ids, *new])
-        print(f"--- {number}\n{text}")
+        console.say(f"--- {number}\n{text}")
 
 
 def stream_text(
@@ -333,15 +333,16 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the text that each token adds to `ids`, up to the first None.
 
-    Incomplete characters are held back. A token is decoded together with earlier ones: some
-    decoders drop a space at the start of the text.
+    Incomplete characters and ends of lines are held back. A token is decoded together with earlier
+    ones: some decoders drop a space at the start of the text.
     """
     ids = list(ids)[-DECODE_CONTEXT:]
     printed = tokenizer.decode(ids)
     for token in itertools.takewhile(lambda token: token is not None, tokens):
         ids.append(token)
         text = tokenizer.decode(ids)
-        if text.endswith("\ufffd"):
+        # Half of a character, or of the end of a line, \r\n.
+        if text.endswith(("\ufffd", "\r")):
             continue
         yield text[len(printed) :]
         ids = ids[-DECODE_CONTEXT:]

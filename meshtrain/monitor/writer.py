@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from meshtrain import console, hardware, storage
+from meshtrain import console, foreign, hardware, storage
 from meshtrain.config.schema import Config
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
@@ -317,16 +317,10 @@ class Writer:
         unwritten = self._unwritten.setdefault(name, [])
         unwritten.append(storage.readable(json.dumps(as_json(row))) + "\n")
         path = self._folder / name
-        size = None
         try:
-            with open(path, "a", encoding="utf-8") as file:
-                size = file.tell()
-                file.writelines(unwritten)
+            storage.append_lines(path, unwritten)
             unwritten.clear()
         except OSError as error:
-            if size is not None:
-                with contextlib.suppress(OSError):
-                    os.truncate(path, size)  # removes a partly written line
             if len(unwritten) == 1:
                 self.log(
                     f"{path}: {error.strerror}; its lines are kept in memory until it can be "
@@ -361,11 +355,13 @@ def units_of(batch: Any, model: Model) -> Units:
 
 
 def _row_step(row: str) -> float:
-    """Returns the step of a row; inf for a row truncated by a crash, so that it is dropped."""
+    """Returns the step of a row; inf for a row without one, such as part of one, to drop it."""
     try:
-        return json.loads(row)["step"]
-    except (ValueError, KeyError, TypeError):
+        values = foreign.parse_json(row.encode())
+    except ValueError:
         return math.inf
+    step = values.get("step") if isinstance(values, dict) else None
+    return step if isinstance(step, int | float) else math.inf
 
 
 def as_json(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain import console
+from meshtrain import console, storage
 from meshtrain.cluster import launchers, rendezvous, signals
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
 from meshtrain.supervise import messages, nodes, restart_policy
@@ -354,11 +354,8 @@ class Supervisor:
     def _event(self, event: str, **fields: Any) -> None:
         if self._workdir and self._workdir.is_dir() and self._settings.node_rank == 0:
             row = json.dumps({"event": event, "time": time.time(), **fields}) + "\n"
-            with (
-                contextlib.suppress(OSError),
-                open(self._workdir / "events.jsonl", "a", encoding="utf-8") as file,
-            ):
-                file.write(row)
+            with contextlib.suppress(OSError):
+                storage.append_lines(self._workdir / "events.jsonl", [row])
 
 
 def _new_exits(hosts: Sequence[Workers | RemoteWorkers]) -> list[Exit]:

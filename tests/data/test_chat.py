@@ -182,6 +182,54 @@ def test_a_template_cannot_leave_the_sandbox(text, tmp_path):
         template.render([])
 
 
+DOUBLED = "{% set ns = namespace(x='aaaaaaaaaaaaaaaa') %}{% for i in range(60) %}{% set ns.x = "
+LOOPS = "{% for i in range(10**5) %}" * 4
+BOMBS = {
+    "a text that is multiplied": ("{{ 'a' * 10**10 }}", "more than 1,073,741,824 bytes"),
+    "padding": ("{{ 'a'.center(10**10) }}", "more than 1,073,741,824 bytes"),
+    "doubling": (DOUBLED + "ns.x ~ ns.x %}{% endfor %}", "more than 1,073,741,824 bytes"),
+    "a long text": (
+        f"{LOOPS}{'a' * 1000}{'{% endfor %}' * 4}",
+        "writes more than 16,777,216 characters",
+    ),
+    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "nested brackets": ("{{" + "(" * 10**5, "recursion"),
+}
+SLOW = {
+    "loops": f"{LOOPS}{'{% endfor %}' * 4}",
+    "a power": "{{ 9**(9**9) }}",
+    "a loop that prints nothing": "{% for i in range(10**5) %}{% if (range(10**5)|sum) == 1 %}a"
+    "{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_template_has_bounds_of_memory_and_size(case, tmp_path):
+    text, fault = BOMBS[case]
+    with pytest.raises(ValueError, match=fault) as caught:
+        chat_template.load(put(tmp_path / "t", text)).render([])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_a_template_has_a_limit_of_time(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
+    folder = put(tmp_path / "t", "{{ 'a' }}" + SLOW[case])
+    with pytest.raises(ConfigError, match=f"{folder}: its chat template takes more than "):
+        template = chat_template.load(folder)
+        template.render([])
+    (tmp_path / "a.jsonl").write_text(LINES[0])
+    with pytest.raises(ConfigError, match="its chat template takes more than ") as caught:
+        build(tmp_path / "a.jsonl", folder)
+    assert "a.jsonl" not in str(caught.value)  # it is not the line's fault
+
+
+@pytest.mark.parametrize("settings", [1, ["a"], [{}], [{"name": ["a"], "template": 1}], {"a": 1}])
+def test_settings_without_a_template_are_errors(settings, tmp_path):
+    with pytest.raises(ConfigError, match="chat.template"):
+        chat_template.load(put(tmp_path / "t", settings))
+
+
 LINES = [json.dumps({"messages": one.messages}) for one in CONVERSATIONS[:4]]
 LINES += [
     json.dumps({"prompt": f"count {n}", "completion": " ".join(map(str, range(n)))})

@@ -1,6 +1,7 @@
 """Tokenizers: a text survives the round trip, and is split only where that changes no token."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -268,3 +269,81 @@ def test_an_empty_tokenizer_json_is_not_read_as_a_sentencepiece_model(tmp_path):
     pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     with pytest.raises(ConfigError, match="tokenizer.json is not a tokenizer.json"):
         tokenizer.load(tmp_path)
+
+
+def split_at(pattern):
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+def replace(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+DOUBLINGS = [replace({"String": "a"}, "aa")] * 40
+BPE = {"type": "BPE", "vocab": {}, "merges": []}
+HOSTILE = {
+    "a pattern that backtracks for ever": (
+        {"pre_tokenizer": split_at("(a+)+$")},
+        "fails: Onig: Regex search error: retry-limit-in-match over",
+    ),
+    "a table of characters that is none": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        "is not a tokenizer.json: Precompiled",
+    ),
+    "pieces of no characters": (
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "fails: chunk size must be non-zero",
+    ),
+    "a replacement of nothing": (
+        {"normalizer": replace({"Regex": ""}, "xxxx")},
+        "fails: index out of bounds",
+    ),
+    "stripping of more than there is": (
+        {"decoder": {"type": "Strip", "content": "a", "start": 10**6, "stop": 10**6}},
+        "fails: index out of bounds",
+    ),
+    "no token for unknown characters": (
+        {"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]}},
+        "fails: Encountered an unknown token",
+    ),
+    "replacements that double": (
+        {"normalizer": {"type": "Sequence", "normalizers": DOUBLINGS}},
+        "may make 1,099,511,627,776 characters of one",
+    ),
+    "an id of gigabytes": (
+        {"model": {**BPE, "vocab": {"a": 2**32 - 1}}, "added_tokens": []},
+        "its largest token id is 4294967295, in a file of",
+    ),
+    "no token": ({"model": BPE, "added_tokens": []}, "its largest token id is -1"),
+    "deep nesting": ("[" * 10**5, "is not a tokenizer.json"),
+    "invalid UTF-8": (b"{\xff", "is not a tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_tokenizer_is_one_line(tmp_path, capfd, case):
+    """The package panics, which is no Exception, and prints a page to stderr."""
+    change, fault = HOSTILE[case]
+    path = hugging_face(tmp_path / "t")
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(path.read_text()) | change)
+    path.write_bytes(change if isinstance(change, bytes) else change.encode())
+    with pytest.raises(ConfigError) as caught:
+        loaded = tokenizer.load(path)
+        loaded.decode(loaded.encode("a" * 5000 + "b"))
+    assert str(caught.value).startswith(f"tokenizer {path}") and fault in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_others_print_while_a_tokenizer_is_read_arrives(tmp_path, capfd):
+    with tokenizer.reporting_faults(tmp_path, "fails"):
+        os.write(2, b"of another thread")
+    assert capfd.readouterr().err == "of another thread"
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="a pipe, not a file|is a pipe"):
+        tokenizer.load(tmp_path / "tokenizer.json")

@@ -103,3 +103,24 @@ def test_steps_that_are_seen_to_end_together_count_as_equally_long(
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [*range(log_every - 1, 6, log_every)]
     assert [row["step_time"] for row in rows] == pytest.approx([1.0] * len(rows))
+
+
+def test_an_event_after_part_of_a_line_is_not_lost(tmp_path):
+    """A crash in the middle of a write leaves such a part."""
+    (tmp_path / "events.jsonl").write_text('{"event": "first"}\n{"event": "se')
+    writer = Writer(LocalFolder(tmp_path), leader=True)
+    writer.event("third")
+    writer.event("fourth")
+    first, part, *others = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert part == '{"event": "se'
+    assert [json.loads(line)["event"] for line in (first, *others)] == ["first", "third", "fourth"]
+
+
+def test_rows_without_a_step_are_removed_when_a_run_resumes(tmp_path):
+    others = ["null", "[1]", '{"loss": 1}', '{"step": "1"}', '{"step": [1]}', '{"step": {}}']
+    lines = ['{"step": 1}', '{"step": null}', *others, "[" * 10**5, '{"step": 2}', '{"step": 3}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": ']))
+    writer = Writer(LocalFolder(tmp_path), leader=True)
+    writer.final_evaluation(3, {"eval_loss": 1.0})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 1}, {"step": 2}, {"step": 3, "eval_loss": 1.0}]

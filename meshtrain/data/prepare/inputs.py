@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from isal import igzip
 
+from meshtrain import foreign
 from meshtrain.data import files, formats, prepared
 from meshtrain.errors import ConfigError, import_optional
 
@@ -435,18 +436,8 @@ def text_of(record: Record, options: ReadOptions) -> str:
     return text
 
 
-def parse_json(line: bytes) -> Any:
-    """Returns the value in a line of JSON; raises ValueError that says what is wrong."""
-    try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"invalid UTF-8 at byte {error.start} of the line") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
-
-
 def _parse_line(line: bytes, field: str) -> Any:
-    parsed = parse_json(line)
+    parsed = foreign.parse_json(line)
     if not isinstance(parsed, dict) or field not in parsed:
         names = ", ".join(map(repr, [*parsed][:MAX_SHOWN])) if isinstance(parsed, dict) else ""
         raise ValueError(f"no field {field!r}" + (f" among {names}" if names else ""))

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from meshtrain import foreign
 from meshtrain.data import indexed, prepared
 from meshtrain.data.prepare.inputs import Position
 from meshtrain.errors import ConfigError
@@ -99,9 +100,12 @@ class Journal:
         complete = text[: text.rfind(b"\n") + 1]
         self._file.truncate(len(complete))
         try:
-            return [json.loads(line) for line in complete.splitlines()]
+            lines = [foreign.parse_json(line) for line in complete.splitlines()]
         except ValueError as error:
             raise self._damaged(error) from error
+        if not all(isinstance(line, dict) for line in lines):
+            raise self._damaged(ValueError("a line is not an object"))
+        return lines
 
     def _append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")

@@ -1,7 +1,6 @@
 """Reads what a run has written to its workdir so far; a later `update` reads only what is new."""
 
 import itertools
-import json
 import math
 import operator
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from meshtrain import foreign
 from meshtrain.errors import ConfigError
 
 LINES_AT_ONCE = 4096
@@ -29,7 +29,7 @@ OF_THE_RUN = {
     "peak_memory",
     "eval_loss",
 }
-MAX_JSON_BYTES = 256 << 20  # of a file that is read at once; a larger one is left out
+MAX_LINE_BYTES = 16 << 20  # of a table; a longer line cannot be read
 
 
 class Table:
@@ -56,27 +56,34 @@ class Table:
         """Yields the rows of the complete lines since the last call, in lists."""
         if not self.path.is_file():
             return
-        with open(self.path, "rb") as file:
+        with foreign.open_file(self.path) as file:
             self._inode = self.path.stat().st_ino
             file.seek(self._offset)
             lines: list[bytes] = []
+            size = 0
             self.is_truncated = False
-            for line in file:
+            while line := file.readline(MAX_LINE_BYTES):
+                length = len(line)
+                while not line.endswith(b"\n") and (rest := file.readline(MAX_LINE_BYTES)):
+                    length += len(rest)
+                    line = b"\n" if rest.endswith(b"\n") else b""  # too long: as an empty one
                 if not line.endswith(b"\n"):
                     self.is_truncated = True
                     break
-                self._offset += len(line)
+                self._offset += length
                 lines.append(line)
-                if len(lines) == LINES_AT_ONCE:
+                size += len(line)
+                if len(lines) == LINES_AT_ONCE or size > MAX_LINE_BYTES:
                     yield self._parse(lines)
                     lines = []
+                    size = 0
             yield self._parse(lines)
 
     def _parse(self, lines: list[bytes]) -> list[dict[str, Any]]:
         # All lines at once take half the time.
         try:
-            values = json.loads(b"[" + b",".join(lines) + b"]")
-        except (ValueError, RecursionError):
+            values = foreign.parse_json(b"[" + b",".join(lines) + b"]")
+        except ValueError:
             values = []
         if len(values) != len(lines):
             values = [_parsed(line) for line in lines]
@@ -88,8 +95,8 @@ class Table:
 def _parsed(line: bytes) -> Any | None:
     """Returns the value of a line; None if it is no JSON."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return foreign.parse_json(line)
+    except ValueError:
         return None
 
 
@@ -271,8 +278,6 @@ def is_number(value: Any) -> bool:
 def read_json(path: Path) -> Any | None:
     """Returns what a JSON file contains; None if it is missing, too large or no JSON."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            return None
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return foreign.read_json(path, None)
+    except (OSError, ValueError):
         return None

@@ -117,7 +117,7 @@ FAULTS = [
     *("2: not JSON", "3: no field 'text' among 'body'", "4: text is int, not a string"),
     *("5: text is NoneType, not a string", "6: text is empty"),
     *("8: invalid UTF-8 at byte 10", "9: invalid UTF-8: half of a surrogate"),
-    *("10: no field 'text'", "11: not JSON", "12: holds '\\x00'"),
+    *("10: no field 'text'", "11: nested more than 100 levels", "12: holds '\\x00'"),
 ]
 
 
