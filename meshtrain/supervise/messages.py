@@ -36,7 +36,8 @@ class Link:
     """Lines of JSON over a connection.
 
     The peer of a link that is not `accepted` is a stranger: it has HELLO_SECONDS for a first line
-    of at most MAX_HELLO bytes. Later lines may have `max_line` bytes.
+    of at most MAX_HELLO bytes. Later lines may have `max_line` bytes. A peer that does not read a
+    line within `send_seconds` is lost.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Link:
         *,
         accepted: bool = True,
         max_line: int = MAX_REPORT,
+        send_seconds: float = LOST_AFTER,
         signer: Signer | None = None,
     ):
         connection.setblocking(False)
@@ -57,6 +59,7 @@ class Link:
         self.received_at = time.monotonic()
         self._opened_at = self.received_at
         self._max_line = max_line
+        self._send_seconds = send_seconds
         self.answered = False  # whether a valid message has arrived
         self.on_answer: Callable[[], None] = lambda: None  # called at the first valid message
         self._partial_line = b""
@@ -73,7 +76,7 @@ class Link:
     def _send(self, line: bytes) -> None:
         try:
             self.connection.setblocking(True)
-            self.connection.settimeout(LOST_AFTER)
+            self.connection.settimeout(self._send_seconds)
             self.connection.sendall(line + b"\n")
             self.connection.setblocking(False)
         except OSError:
