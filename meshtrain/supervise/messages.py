@@ -55,14 +55,14 @@ class Link:
         self.peer = peer
         self.accepted = accepted
         self.open = True
-        self.fault = ""  # why the connection was closed, if the peer has done something wrong
+        self.fault = ""  # why the connection was closed, if the peer has sent something wrong
         self.received_at = time.monotonic()
-        self._opened_at = self.received_at
-        self._max_line = max_line
-        self._send_seconds = send_seconds
         self.answered = False  # whether a valid message has arrived
         self.on_answer: Callable[[], None] = lambda: None  # called at the first valid message
         self._partial_line = b""
+        self._opened_at = time.monotonic()
+        self._max_line = max_line
+        self._send_seconds = send_seconds
         self._signer = signer
         if signer and signer.is_node_0:
             self._send(json.dumps(signer.greeting).encode())
@@ -89,15 +89,14 @@ class Link:
         # Of a stranger only the first line: to check many would keep the others waiting.
         max_splits = -1 if self.accepted else 1
         *lines, self._partial_line = self._partial_line.split(b"\n", max_splits)
-        now = time.monotonic()
-        if now - self.received_at > LOST_AFTER:
+        if time.monotonic() - self.received_at > LOST_AFTER:
             self.open = False
-        if not (self.accepted or lines) and now - self._opened_at > HELLO_SECONDS:
-            self.reject(f"no line within {HELLO_SECONDS:.0f} s")
         # What follows the first line of a stranger is read later, so it may be longer.
         is_partial = self.accepted or not lines
         if is_partial and len(self._partial_line) > limit:
             self.reject("a line that is too long")
+        elif not (self.accepted or lines) and time.monotonic() - self._opened_at > HELLO_SECONDS:
+            self.reject(f"no line within {HELLO_SECONDS:.0f} s")
         messages = []
         for line in lines:
             text = self._signer.checked(line) if self._signer else line
