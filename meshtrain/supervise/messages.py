@@ -37,7 +37,8 @@ class Link:
     """Lines of JSON over a connection.
 
     The peer of a link that is not `accepted` is a stranger: it has HELLO_SECONDS for a first line
-    of at most MAX_HELLO bytes. Later lines may have `max_line` bytes.
+    of at most MAX_HELLO bytes. Later lines may have `max_line` bytes. A peer that does not read a
+    line within `send_seconds` is lost.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Link:
         *,
         accepted: bool = True,
         max_line: int = MAX_REPORT,
+        send_seconds: float = LOST_AFTER,
         signer: Signer | None = None,
     ):
         connection.setblocking(False)
@@ -57,11 +59,12 @@ class Link:
         self.fault = ""  # why the connection was closed, if the peer has done something wrong
         self._clock = RunningClock()
         self._received_at = self._clock.now()
-        self._opened_at = self._received_at
-        self._max_line = max_line
         self.answered = False  # whether a valid message has arrived
         self.on_answer: Callable[[], None] = lambda: None  # called at the first valid message
         self._partial_line = b""
+        self._opened_at = self._clock.now()
+        self._max_line = max_line
+        self._send_seconds = send_seconds
         self._signer = signer
         if signer and signer.is_node_0:
             self._send(json.dumps(signer.greeting).encode())
@@ -75,7 +78,7 @@ class Link:
     def _send(self, line: bytes) -> None:
         try:
             self.connection.setblocking(True)
-            self.connection.settimeout(LOST_AFTER)
+            self.connection.settimeout(self._send_seconds)
             self.connection.sendall(line + b"\n")
             self.connection.setblocking(False)
         except OSError:
@@ -90,12 +93,12 @@ class Link:
         *lines, self._partial_line = self._partial_line.split(b"\n", max_splits)
         if self.silence() > LOST_AFTER:
             self.open = False
-        if not (self.accepted or lines) and self._clock.now() - self._opened_at > HELLO_SECONDS:
-            self.reject(f"no line within {HELLO_SECONDS:.0f} s")
         # What follows the first line of a stranger is read later, so it may be longer.
         is_partial = self.accepted or not lines
         if is_partial and len(self._partial_line) > limit:
             self.reject("a line that is too long")
+        elif not (self.accepted or lines) and self._clock.now() - self._opened_at > HELLO_SECONDS:
+            self.reject(f"no line within {HELLO_SECONDS:.0f} s")
         messages = []
         for line in lines:
             text = self._signer.checked(line) if self._signer else line

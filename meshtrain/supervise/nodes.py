@@ -28,6 +28,7 @@ REPLACE_AFTER = 5.0  # seconds of silence after which another host may take over
 # Connections that have not sent their rank; if there are more, the oldest is closed.
 MAX_PENDING = 100
 MAX_REPORTED = 1000  # faults that are logged; each once
+SEND_SECONDS = 5.0  # that a host may keep node 0, and with it all others, from sending a command
 KILL_SECONDS = messages.LOST_AFTER  # within which another host has to kill its processes
 TICK = 0.1
 EXIT_NOT_SAVED = 128 + signal.SIGTERM  # of a host that was asked to stop and could not save
@@ -168,7 +169,13 @@ class Server:
             for _ in range(MAX_PENDING):
                 connection, address = self._server.accept()
                 signer = Signer(self._secret, is_node_0=True) if self._secret else None
-                link = Link(connection, str(address[0]), accepted=False, signer=signer)
+                link = Link(
+                    connection,
+                    str(address[0]),
+                    accepted=False,
+                    send_seconds=SEND_SECONDS,
+                    signer=signer,
+                )
                 self._pending.append(link)
 
     def _admit(self, link: Link, message: dict[str, Any]) -> list[str]:

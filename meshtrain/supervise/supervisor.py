@@ -72,9 +72,9 @@ class Supervisor:
                 environ=environ,
                 local_id=local_id,
                 num_supervisors=num_supervisors,
+                secret=self._secret,
                 logs=logs,
                 show=self._show,
-                secret=self._secret,
                 clock=self._clock,
             )
             stack.enter_context(contextlib.closing(self._workers))

@@ -105,9 +105,9 @@ class Workers:
         environ: Mapping[str, str],
         local_id: int = 0,
         num_supervisors: int = 1,
+        secret: str = "",
         logs: Path | None,
         show: Callable[[int, str], None],
-        secret: str = "",
         clock: RunningClock | None = None,
     ):
         """`local_id` is the rank of this supervisor among the `num_supervisors` of this host.
@@ -118,10 +118,10 @@ class Workers:
         self._environ = dict(environ)
         self._logs = logs
         self._show = show
-        self._secret = secret
         self._clock = clock or RunningClock()
         self._local_id = local_id
         self._num_supervisors = num_supervisors
+        self._secret = secret
         self._children: list[_Child] = []
         self._ready = selectors.DefaultSelector()
         self._folder = tempfile.TemporaryDirectory(prefix="meshtrain-")

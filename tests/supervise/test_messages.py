@@ -185,6 +185,22 @@ def test_a_line_of_60_mb_of_a_host_ends_at_the_limit(server):
     assert 1 << 20 < longest <= messages.MAX_REPORT + (1 << 16)
 
 
+def test_a_host_that_reads_nothing_does_not_keep_node_0_waiting(server, monkeypatch):
+    monkeypatch.setattr(nodes, "SEND_SECONDS", 0.2)
+    with join(server):
+        poll(server, server.connected)
+        (remote,) = server.connected()
+
+        def fill():
+            while remote.link.open:
+                remote.link.send(do="reject", fault="x" * 1000)
+
+        thread = threading.Thread(target=fill, daemon=True)
+        thread.start()
+        thread.join(15)
+        assert not thread.is_alive() and not server.connected()
+
+
 def test_the_longest_lines_that_a_host_sends_are_shorter_than_the_limit():
     statuses = [{**STATUS, "rank": 10**9, "pid": 2**31, "phase_age": 1e7 / 3}] * MAX_PROCESSES
     assert len(line({"statuses": statuses})) < messages.MAX_REPORT

@@ -1,6 +1,7 @@
 """The supervisor, with processes that only write their progress page and do not import jax."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from meshtrain.supervise import nodes
 from meshtrain.supervise.restart_policy import Settings
 from meshtrain.supervise.supervisor import Supervisor, _remove_processes
 from meshtrain.supervise.workers import RankAssignment, Workers
-from tests.lib.hellos import HELLO, STATUS, line
+from tests.lib.hellos import HELLO, NOT_HELLO, STATUS, line
 from tests.lib.paths import ROOT
 from tests.lib.processes import free_port, wait_until_listening
 
@@ -377,12 +378,12 @@ def test_processes_are_removed_from_the_last_hosts_first():
     assert _remove_processes([2, 2], 3) == [1, 0]
 
 
-def supervisors(tmp_path, code, count, *, secret="", **settings):
+def supervisors(tmp_path, code, count, *, secret="", port=None, **settings):
     """Runs a supervisor for each of `count` hosts, simulated by folders.
 
     Returns their exit codes.
     """
-    port, codes = free_port(), {}
+    port, codes = port or free_port(), {}
 
     def one(node):
         (folder := tmp_path / str(node)).mkdir(exist_ok=True)
@@ -440,6 +441,33 @@ def test_supervisors_of_several_hosts_restart_together(tmp_path):
     out = (tmp_path / "0" / "out").read_text()
     assert "rank 2 (pid" in out and "restart 1 of 3" in out
     assert [attempts_of(tmp_path / str(node), node) for node in range(3)] == [2, 2, 2]
+
+
+def test_strangers_do_not_disturb_a_run_of_two_hosts(tmp_path):
+    port, done, connections = free_port(), threading.Event(), []
+
+    def attack():
+        sent = itertools.cycle([line(HELLO), b"[" * 10**7, *NOT_HELLO, b""])
+        while not done.is_set():
+            with contextlib.suppress(OSError):
+                connections.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+                connections[-1].settimeout(0.2)
+                connections[-1].sendall(next(sent))
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=attack)
+    thread.start()
+    code = "run_steps(3)"
+    codes = supervisors(tmp_path, code, 2, secret="s" * 32, port=port, join_seconds=30.0)
+    done.set()
+    thread.join()
+    for connection in connections:
+        connection.close()
+    assert codes == [0, 0] and len(connections) > 100
+    out = (tmp_path / "0" / "out").read_text()
+    assert "· 0 restarts ·" in out
+    assert 1 <= out.count("connection closed") <= 3  # one line for each kind, from one address
+    assert "connected to node 0" in (tmp_path / "1" / "out").read_text()
 
 
 def test_a_host_that_never_answers_kill_does_not_hold_the_others(tmp_path):
