@@ -3,7 +3,6 @@
 import collections
 import difflib
 import functools
-import itertools
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -138,13 +137,10 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
     )
 
 
-MAX_FILES_LOOKED_AT = 1000
-
-
 def _pattern_of(path: str) -> str:
     """Returns what to set data.pattern to for the most frequent kind of file; "" without files."""
-    found = itertools.islice(Path(path).rglob("*"), MAX_FILES_LOOKED_AT)
-    endings = collections.Counter(file.suffix for file in found if file.is_file())
+    found, _ = files.find(Path(path), "*", key="data.pattern")
+    endings = collections.Counter(file.suffix for file in found)
     if not endings:
         return ": there are no files"
     ending, _ = endings.most_common(1)[0]
@@ -163,7 +159,7 @@ def _read_folder(
         raise ConfigError("data.pattern='': use a pattern of names, such as *.txt")
     _check_excluded(path, exclude)
     paths, prepared_folders = files.find(
-        Path(path), pattern, key="data.pattern", skip=frozenset(exclude).__contains__
+        Path(path), pattern, key="data.pattern", exclude=frozenset(exclude)
     )
     if prepared_folders:
         prepared_folder = prepared_folders[0]
