@@ -159,7 +159,7 @@ def _find(path: str) -> list[Path]:
     paths = [Path(path)]
     is_folder = paths[0].is_dir()
     if is_folder:
-        paths, _ = files.find(paths[0], "*", key="data.path", skip=lambda name: name[0] == ".")
+        paths, _ = files.find(paths[0], "*", key="data.path")
     faults = []
     for file in paths:
         if is_folder and inputs.extension_of(file) not in EXTENSIONS:

@@ -3,8 +3,8 @@
 import collections
 import difflib
 import functools
-import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ class Corpus(NamedTuple):
     file_offsets: np.ndarray
     # (documents + 1,) int64: start of each document, then the length of the stream; None: unknown
     document_starts: np.ndarray | None = None
+    document_files: Sequence[str] = ()  # of a folder of text: the file of each document
     digest: str = ""  # of the tokens; see identity.py
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
     tokenizer_folder: Path | None = None  # a prepared folder, which has its tokenizer
@@ -125,26 +126,24 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
             f"data.vocab_size={vocab_size}; tokenize it with `meshtrain prepare`, or set "
             f"data.dtype=uint8 for bytes"
         )
-    tokens, starts, digest = _read_folder(path, pattern, exclude, any_format=bool(dtype))
+    tokens, starts, names, digest = _read_folder(path, pattern, exclude, any_format=bool(dtype))
     return Corpus(
         path,
         files=[path],
         file_tokens=[tokens],
         file_offsets=_file_offsets([tokens]),
         document_starts=starts,
+        document_files=names,
         digest=digest,
         tokenizer="bytes",
         token_bytes=(np.arange(256) != END_OF_FILE).astype(np.int32),
     )
 
 
-MAX_FILES_LOOKED_AT = 1000
-
-
 def _pattern_of(path: str) -> str:
     """Returns what to set data.pattern to for the most frequent kind of file; "" without files."""
-    found = itertools.islice(Path(path).rglob("*"), MAX_FILES_LOOKED_AT)
-    endings = collections.Counter(file.suffix for file in found if file.is_file())
+    found, _ = files.find(Path(path), "*", key="data.pattern")
+    endings = collections.Counter(file.suffix for file in found)
     if not endings:
         return ": there are no files"
     ending, _ = endings.most_common(1)[0]
@@ -154,8 +153,8 @@ def _pattern_of(path: str) -> str:
 @functools.lru_cache(maxsize=1)  # both splits read the same folder
 def _read_folder(
     path: str, pattern: str, exclude: tuple, *, any_format: bool
-) -> tuple[np.ndarray, np.ndarray, str]:
-    """Returns the bytes of all files, where each file begins (files + 1,), and a digest of both.
+) -> tuple[np.ndarray, np.ndarray, list[str], str]:
+    """Returns the bytes of all files, where each begins (files + 1,), their names, and a digest.
 
     Unless `any_format`, raises ConfigError for a file that is not text.
     """
@@ -163,7 +162,7 @@ def _read_folder(
         raise ConfigError("data.pattern='': use a pattern of names, such as *.txt")
     _check_excluded(path, exclude)
     paths, prepared_folders = files.find(
-        Path(path), pattern, key="data.pattern", skip=frozenset(exclude).__contains__
+        Path(path), pattern, key="data.pattern", exclude=frozenset(exclude)
     )
     if prepared_folders:
         prepared_folder = prepared_folders[0]
@@ -203,7 +202,8 @@ def _read_folder(
         documents.append(text + bytes([END_OF_FILE]))
     starts = np.cumsum([0, *map(len, documents)], dtype=np.int64)
     tokens = np.frombuffer(b"".join(documents), np.uint8)
-    return tokens, starts, identity.of_tokens(tokens, starts, full=True)
+    names = [str(paths[number]) for number in order]
+    return tokens, starts, names, identity.of_tokens(tokens, starts, full=True)
 
 
 def _check_excluded(path: str, exclude: tuple) -> None:
@@ -411,6 +411,12 @@ def _location_of(corpus: Corpus, token: np.integer) -> str:
     for file, tokens in zip(corpus.files, corpus.file_tokens, strict=True):
         for start in range(0, len(tokens), chunk):
             hits = np.flatnonzero(tokens[start : start + chunk] == token)
-            if hits.size:
-                return f" (at byte {(start + hits[0]) * tokens.itemsize} of {file})"
+            if not hits.size:
+                continue
+            place = start + hits[0]
+            if corpus.document_files:
+                document = np.searchsorted(corpus.document_starts, place, side="right") - 1
+                place -= corpus.document_starts[document]
+                file = corpus.document_files[document]
+            return f" (at byte {place * tokens.itemsize} of {file})"
     return ""

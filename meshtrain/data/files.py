@@ -3,7 +3,7 @@
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from meshtrain.data.prepared import JOURNAL, MANIFEST, is_prepared
@@ -43,13 +43,14 @@ def report_errors(name: str) -> Iterator[None]:
 
 
 def find(
-    root: Path, pattern: str, *, key: str, skip: Callable[[str], bool]
+    root: Path, pattern: str, *, key: str, exclude: Collection[str] = ()
 ) -> tuple[list[Path], list[Path]]:
     """Returns the files in a folder that match `pattern`, and the prepared folders with others.
 
-    Both are sorted. Nothing in a prepared folder is returned, nor in a subfolder whose name `skip`
-    accepts. Symbolic links to folders are not followed. Raises OSError for a folder that cannot be
-    read, ConfigError for an invalid pattern; `key` is its config key or flag.
+    Both are sorted. Nothing in a prepared folder is returned, nor in a subfolder whose name is in
+    `exclude`, nor what is hidden: a file or subfolder whose name begins with a dot. Symbolic links
+    to folders are not followed. Raises OSError for a folder that cannot be read, ConfigError for an
+    invalid pattern; `key` is its config key or flag.
     """
     searched = set()
     prepared_folders = []
@@ -61,16 +62,27 @@ def find(
             continue
         searched.add(folder)
         # In place: os.walk does not visit what is removed.
-        subfolders[:] = [name for name in subfolders if not skip(name)]
+        subfolders[:] = [
+            name for name in subfolders if not _is_hidden(name) and name not in exclude
+        ]
     try:
         matching = list(root.rglob(pattern))
     except (ValueError, NotImplementedError):  # "**.txt", "/a/*.txt"
         raise ConfigError(f"{key}={pattern!r}: use a pattern of names, such as *.txt") from None
-    paths = [path for path in matching if path.parent in searched and path.is_file()]
-    hidden = [
+    paths = [
+        path
+        for path in matching
+        if path.parent in searched and not _is_hidden(path.name) and path.is_file()
+    ]
+    left_out = [
         folder for folder in prepared_folders if any(folder in path.parents for path in matching)
     ]
-    return sorted(paths), sorted(hidden)
+    return sorted(paths), sorted(left_out)
+
+
+def _is_hidden(name: str) -> bool:
+    """Returns whether a file or folder is hidden, such as .git and macOS's .DS_Store."""
+    return name.startswith(".")
 
 
 def read(path: Path) -> bytes:

@@ -118,7 +118,13 @@ class Loader:
 
     def read(self, position: int) -> Any:
         """Returns samples `position` ... `position` + global_batch - 1 as sharded jax arrays."""
-        batch = self._source.read(position + self._rows)
+        batch = as_arrays(self._source.read(position + self._rows))
+        for key, array in _by_key(batch):
+            if array.shape[:1] != self._rows.shape:
+                raise ConfigError(
+                    f"data: {key} of a batch has the shape {array.shape}, and its source was asked "
+                    f"for {len(self._rows)} samples; return arrays with one row for each"
+                )
         if self._check is not None:
             self._check(batch)
 
@@ -154,9 +160,8 @@ class Loader:
         sharding = jax.sharding.NamedSharding(self._mesh, spec)
         return self._to_devices(rows[:, context.order(length, num_chunks)], sharding)
 
-    def _to_devices(self, rows: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    def _to_devices(self, rows: np.ndarray, sharding: jax.sharding.NamedSharding) -> jax.Array:
         """Returns the global array, of which `rows` (b, ...) are those of this process."""
-        rows = np.asarray(rows)
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             # Each device asks for a contiguous slice of the global batch.
@@ -180,6 +185,39 @@ def local_rows(
     # Devices hold the same rows or other ones.
     spans = sorted({index[0].indices(global_batch)[:2] for index in slices})
     return sharding, np.concatenate([np.arange(start, stop) for start, stop in spans])
+
+
+def as_arrays(batch: Any) -> Any:
+    """Returns the batch with numpy arrays of numbers; a ConfigError names what has none."""
+
+    def to_array(path: tuple, leaf: Any) -> np.ndarray:
+        try:
+            array = np.asarray(leaf)
+        except (TypeError, ValueError) as error:  # such as a tensor of torch on a GPU
+            raise ConfigError(
+                f"data: {_key(path)} of a batch is no array: {error}; yield numpy arrays"
+            ) from error
+        # bfloat16 and other types of jax are no np.number to numpy.
+        if not (jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == bool):
+            kind = "strings" if array.dtype.kind in "UST" else f"{array.dtype} values"
+            raise ConfigError(
+                f"data: {_key(path)} of a batch holds {kind}, not numbers; encode it as numbers of "
+                f"one shape, or leave it out of the batch"
+            )
+        return array
+
+    return jax.tree.map_with_path(to_array, batch)
+
+
+def _by_key(batch: Any) -> list[tuple[str, Any]]:
+    """Returns the name of each array in a batch, and the array."""
+    return [(_key(path), leaf) for path, leaf in jax.tree.leaves_with_path(batch)]
+
+
+def _key(path: tuple) -> str:
+    """Returns the name of an array in a batch, with those of the dicts around it: 'inputs.text'."""
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return repr(name) if name else "the array"
 
 
 def _num_local(cfg: Config, mesh: jax.sharding.Mesh) -> int:
@@ -211,14 +249,15 @@ def peek(data: Source | Iterable[Any] | None) -> tuple[Any, Source | Iterable[An
     if data is None:
         return None, None
     if isinstance(data, Source):
-        return data.read(np.arange(1)), data
+        return as_arrays(data.read(np.arange(1))), data
     batches = iter(data)
     try:
         batch = next(batches)
     except StopIteration:
         raise ConfigError("data: has no batch") from None
     # What can be iterated only once continues with the batch that was taken.
-    return batch, itertools.chain([batch], batches) if batches is data else data
+    rest = itertools.chain([batch], batches) if batches is data else data
+    return as_arrays(batch), rest
 
 
 def from_iterable(
@@ -255,7 +294,7 @@ def from_iterable(
         # Of the other processes it is only known that theirs end together.
         num_samples[start] = num_rows * (global_batch // size)
         rows = slice(None) if num_local else indices - start
-        return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], batch)
+        return jax.tree.map(lambda array: array[rows], batch)
 
     return Source(read, description="your iterable", num_samples=num_samples.pop)
 
@@ -270,6 +309,7 @@ def _epochs(batches: Iterable[Any], size: int, size_name: str) -> Iterator[tuple
         iterator = iter(batches)
         for batch in iterator:
             is_empty = False
+            batch = as_arrays(batch)
             num_rows = _num_rows(batch, size, size_name)
             if num_rows < size:
                 if next(iterator, None) is not None:
@@ -291,13 +331,13 @@ def _num_rows(batch: Any, size: int, size_name: str) -> int:
 
     Raises ConfigError unless it is one number from 1 to `size`.
     """
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    num_rows = shapes[0][0] if shapes and shapes[0] else 0
-    for shape in shapes:
-        if not shape or shape[0] != num_rows or not 0 < num_rows <= size:
+    arrays = _by_key(batch)
+    num_rows = arrays[0][1].shape[0] if arrays and arrays[0][1].shape else 0
+    for key, array in arrays:
+        if array.shape[:1] != (num_rows,) or not 0 < num_rows <= size:
             raise ConfigError(
-                f"data: a batch has an array of shape {shape}, and {size_name}; yield arrays with "
-                f"a leading dim of {size}"
+                f"data: {key} of a batch has the shape {array.shape}, and {size_name}; yield "
+                f"arrays with a leading dim of {size}"
             )
     return num_rows
 
@@ -314,7 +354,7 @@ def _padded(batch: Any, num_rows: int, size: int, size_name: str) -> Any:
             f"or {ADD_WEIGHTS}"
         )
     rows = np.arange(size) % num_rows
-    padded = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], batch)
+    padded = jax.tree.map(lambda array: array[rows], batch)
     return _only_weights_of(padded, np.arange(size) < num_rows)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshtrain.cli import app
-from meshtrain.data import corpus, indexed, tokenizer, tokens
+from meshtrain.data import chat, corpus, indexed, tokenizer, tokens
 from meshtrain.errors import ConfigError
 
 
@@ -103,6 +103,25 @@ def test_prepare_reports_a_path_without_text_at_once(folder, arguments, expected
         return  # a pattern like any other from Python 3.13
     err = capsys.readouterr().err
     assert code == 2 and expected in err and "Traceback" not in err
+
+
+def test_hidden_files_of_a_folder_are_no_data_for_any_reader(tmp_path):
+    root = tmp_path / ".cache" / "texts"  # the folder itself may lie in a hidden one
+    names = ["a.txt", "deep/b.txt", ".DS_Store.txt", "deep/._b.txt", ".git/c.txt", "deep/.d/e.txt"]
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{name} is some text")
+    visible = {f"{name} is some text" for name in names[:2]}
+    assert prepare(root, f"--output={tmp_path / 'out'}") == 0
+    settings = {"dtype": "", "vocab_size": 256, "pattern": "*", "exclude": ()}
+    for path in (root, tmp_path / "out"):
+        (read,) = corpus.load_corpus(str(path), **settings).file_tokens
+        assert {*bytes(read).decode().split("\0")} == {*visible, ""}
+    for name in (".hidden.jsonl", "shown.jsonl"):
+        (root / name).write_text("{}\n")
+    assert chat._find(str(root)) == [root / "shown.jsonl"]
+    with pytest.raises(ConfigError, match=r"most of its files are \*\.txt"):
+        build(root, pattern="*.md")
 
 
 @pytest.mark.parametrize("pattern", ["/a/*.txt", "", "**.txt"])

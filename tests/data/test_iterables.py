@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,11 +16,12 @@ import meshtrain
 from meshtrain.checkpoint import manifest
 from meshtrain.config.build import with_steps
 from meshtrain.config.parse import parse
+from meshtrain.data import loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.train import train
 from tests.lib.configs import tiny_config
-from tests.lib.epochs import batches, logged, rows, settings
+from tests.lib.epochs import batches, linear, logged, rows, settings
 from tests.lib.paths import ROOT
 from tests.lib.processes import free_port
 
@@ -29,6 +31,39 @@ def test_an_epoch_counts_each_row_once_and_padding_not_at_all():
     assert result.step == 6
     assert [row["row"] for row in found] == [3.5, 11.5, 17.0] * 2
     assert [row["tokens"] for row in found] == [8, 16, 19, 27, 35, 38]
+
+
+NO_NUMBERS = {
+    "strings": ({"text": np.array(["a"] * 8)}, "'text' of a batch holds strings, not numbers"),
+    "bytes": ({"text": np.array([b"a"] * 8)}, "'text' of a batch holds strings"),
+    "objects": ({"text": np.array(["a"] * 8, object)}, "'text' of a batch holds object values"),
+    "a list": ({"text": ["a"] * 8}, "'text.0' of a batch holds strings"),
+    "one string": ({"text": "a"}, "'text' of a batch holds strings"),
+    "nested": ({"inputs": {"text": np.array(["a"] * 8)}}, "'inputs.text' of a batch holds strings"),
+    "dates": ({"day": np.zeros(8, "datetime64[D]")}, "'day' of a batch holds datetime64.D. values"),
+    "a scalar": (
+        {"scale": 0.5},
+        r"'scale' of a batch has the shape \(\), and train.global_batch=8",
+    ),
+    "3 rows": ({"y": np.zeros(3)}, r"'y' of a batch has the shape \(3,\), and "),
+}
+
+
+@pytest.mark.parametrize("name", NO_NUMBERS)
+@pytest.mark.parametrize("is_source", [False, True])
+def test_an_array_that_is_no_row_of_numbers_is_named(name, is_source):
+    added, fault = NO_NUMBERS[name]
+    batch = {**batches()[0], **added}
+    data = Source(lambda indices: batch, size=8) if is_source else [batch]
+    if is_source:
+        fault = fault.partition(", and ")[0]
+    with pytest.raises(ConfigError, match=f"data: {fault}"):
+        train(settings(), model=linear(), data=data)
+
+
+def test_rows_of_bfloat16_and_bool_are_numbers():
+    batch = {"x": np.zeros(8, jnp.bfloat16), "mask": np.ones(8, bool)}
+    assert loader.as_arrays(batch)["x"].dtype == jnp.bfloat16
 
 
 def test_epochs_resume_and_continue_to_more(tmp_path):
@@ -158,7 +193,7 @@ import json, sys, jax
 sys.path[:0] = ["."]
 from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
-from tests.lib.epochs import batches, logged, rows, settings
+from tests.lib.epochs import batches, linear, logged, rows, settings
 jax.config.update("jax_num_cpu_devices", 4)
 distributed.initialize()
 c = settings(epochs=2.0)

@@ -28,6 +28,27 @@ def test_a_npy_file_may_hold_integers_of_any_size(tmp_path, dtype):
     assert all_tokens(tmp_path / "array.npy", 25, dtype="", vocab_size=101) == list(numbers)
 
 
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+def test_the_error_for_a_token_in_a_folder_of_text_names_its_file(tmp_path, packing):
+    (tmp_path / "deep").mkdir()
+    for name in ("a.txt", "b.txt", "deep/c.txt"):
+        (tmp_path / name).write_text("plain")
+    (tmp_path / "deep" / "bad.txt").write_bytes(b"odd\xe9")
+    source = build(tmp_path, dtype="uint8", vocab_size=128, packing=packing)
+    place = f"holds token 233 \\(at byte 3 of {tmp_path / 'deep' / 'bad.txt'}\\)"
+    with pytest.raises(ConfigError, match=place):
+        source.read(np.arange(source.size))
+
+
+def test_a_seed_of_the_data_may_have_63_bits(tmp_path):
+    np.arange(300, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    firsts = set()
+    for seed in (1, 2**32 + 1, 2**62 + 1):
+        batch = build(tmp_path / "a.bin", seed=seed).read(np.arange(70))
+        firsts.add(tuple(batch.tokens[:, 0]))
+    assert len(firsts) == 3
+
+
 def test_a_token_beyond_32_bits_is_named(tmp_path):
     np.save(tmp_path / "array.npy", np.array([3, 2**32 + 1, 5, 6, 7]))
     with pytest.raises(ConfigError, match=r"holds token 4294967297 \(at byte 8 of "):

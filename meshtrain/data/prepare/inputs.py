@@ -210,21 +210,15 @@ def _is_output(folder: Path) -> bool:
 def _find_in_folder(name: str, pattern: str) -> tuple[list[Path], list[Path], list[Path]]:
     """Returns the files to read, the prepared folders, and the files left out.
 
-    Without a pattern, files are left out by their extension. Hidden ones are not returned.
+    Without a pattern, files are left out by their extension.
     """
     with files.report_errors(name):
-        paths, prepared_folders = files.find(
-            Path(name),
-            pattern or "*",
-            key="--pattern",
-            skip=lambda name: name.startswith("."),
-        )
-    visible = [file for file in paths if not file.name.startswith(".")]
+        paths, prepared_folders = files.find(Path(name), pattern or "*", key="--pattern")
     if pattern:
-        return visible, prepared_folders, []
+        return paths, prepared_folders, []
     known = []
     others = []
-    for file in visible:
+    for file in paths:
         same_kind = known if extension_of(file) in EXTENSIONS else others
         same_kind.append(file)
     return known, prepared_folders, others
