@@ -21,7 +21,7 @@ from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import summary
 from meshtrain.monitor.writer import finite
 from meshtrain.run import Run, open_run
-from meshtrain.state import TrainState
+from meshtrain.state import TrainState, count
 
 
 class Result(NamedTuple):
@@ -31,6 +31,13 @@ class Result(NamedTuple):
     eval_loss: float | None
     # By Ctrl-C, SIGTERM or SIGHUP. The state was saved, unless a spike was still to be rolled back.
     interrupted: bool
+
+    def __repr__(self) -> str:
+        """Returns a line: the arrays of the state would fill pages."""
+        return (
+            f"Result(step={self.step}, eval_loss={self.eval_loss}, interrupted={self.interrupted}, "
+            f"state=TrainState with {count(self.state.params):,} parameters)"
+        )
 
 
 def train(

@@ -1,7 +1,8 @@
 """Models of Linen modules, and stacks of blocks of a user's own modules."""
 
 import contextlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,13 +39,13 @@ def from_blocks(
     """
     if num_layers < 1:
         raise ConfigError(f"from_blocks: num_layers={num_layers}: use 1 or more")
-    embedding = _functional(embed, (example,))
+    embedding = _functional("embed", embed, (example,))
     # Blocks and head are called with what the embedding returns.
     inputs = (None,)
     if example is not None:
         inputs = jax.eval_shape(_run_with_initial(embedding), example), example
-    layer = _functional(block, inputs)
-    output = _functional(head, inputs)
+    layer = _functional("block", block, inputs)
+    output = _functional("head", head, inputs)
     init_layers, layer_axes = base.stack(layer, num_layers)
     linears = {}
     for name, part in (("embed", embedding), ("layers", layer), ("head", output)):
@@ -70,7 +71,13 @@ def from_blocks(
         return embedding.bind(params["embed"])(batch)
 
     def run_block(params: base.Params, x: Any, batch: Any) -> Any:
-        return layer.bind(params)(x, at_layer(batch, params[LAYER_NUMBER_KEY]))
+        y = layer.bind(params)(x, at_layer(batch, params[LAYER_NUMBER_KEY]))
+        if _kinds(y) != _kinds(x):
+            raise ConfigError(
+                f"from_blocks: the block returned {_kinds(y)} for x of {_kinds(x)}; return "
+                "activations of the same structure, shapes and dtypes"
+            )
+        return y
 
     return Model(
         init=init,
@@ -92,10 +99,31 @@ def from_linen(
 
     `loss(apply, batch) -> Metrics` gets a function `apply(*inputs)` that calls the module.
 
-    `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter.
+    `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter. Raises
+    ConfigError for other arguments.
     """
-    inputs = example if isinstance(example, tuple) else (example,)
-    init, axes, linears = _linen_init(module, *inputs)
+    if not isinstance(module, linen.Module):
+        name = base.name_of(module)
+        way_out = "use meshtrain.from_nnx, or pass a Linen module"
+        if base.is_linen(module):
+            way_out = f"pass a module: {name}(...)"
+        raise ConfigError(f"from_linen: module is {name}, which is no Linen module; {way_out}")
+    base.check_loss(loss, "from_linen", "apply")
+    _check_example(example)
+    # A NamedTuple, such as a meshtrain.Batch, is one input.
+    has_fields = hasattr(example, "_fields")
+    inputs = example if isinstance(example, tuple) and not has_fields else (example,)
+    try:
+        init, axes, linears = _linen_init(module, *inputs)
+    except Exception as error:
+        # Few modules have a batch as their input. If one has, the error is its own.
+        if isinstance(error, ConfigError) or not (isinstance(example, Mapping) or has_fields):
+            raise
+        way_out = f"batch.{example._fields[0]}" if has_fields else f"batch[{next(iter(example))!r}]"
+        raise ConfigError(
+            f"from_linen: example={type(example).__name__}: {type(module).__name__} fails with a "
+            f"batch as its input; pass one like what the loss passes to apply, such as {way_out}"
+        ) from error
 
     def run(params, batch, key):
         own, adapters = lora_layer.take(params)
@@ -118,6 +146,20 @@ def from_linen(
             ) from error
 
     return Model(init, axes, loss=run, linears=base.named(linears))
+
+
+def _check_example(example: Any) -> None:
+    """Raises ConfigError if an example input holds something else than numbers."""
+    leaves = jax.tree.leaves(example)
+    dtypes = [getattr(leaf, "dtype", np.asarray(leaf).dtype) for leaf in leaves]
+    if not leaves or any(getattr(dtype, "kind", "") in TEXTS_AND_OBJECTS for dtype in dtypes):
+        raise ConfigError(
+            f"from_linen: example={type(example).__name__}: pass an array like the input of the "
+            "module, or a tuple of arrays if it has several"
+        )
+
+
+TEXTS_AND_OBJECTS = ("U", "S", "O")  # kinds of numpy's dtypes
 
 
 def _linen_init(
@@ -174,13 +216,50 @@ def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) ->
     return args[0] if isinstance(context.module, linen.Dropout) else run(*args, **options)
 
 
-def _functional(part: Part, inputs: tuple) -> Functional:
-    """Returns a part as pure functions.
+def _kinds(x: Any) -> Any:
+    """Returns dtype and shape of each activation, to compare them and for messages."""
+
+    def kind(leaf):
+        sizes = ", ".join(map(str, jax.numpy.shape(leaf)))
+        return f"{jax.numpy.result_type(leaf)}[{sizes}]"
+
+    return jax.tree.map(kind, x)
+
+
+def _functional(name: str, part: Part, inputs: tuple) -> Functional:
+    """Returns the part `name` as pure functions.
 
     `inputs` are the arguments of its calls, from which a Linen module gets its shapes.
     """
-    if not isinstance(part, linen.Module):
-        return base.functional(part)
+    if isinstance(part, linen.Module):
+        _check_call(name, type(part))
+        return _functional_of_linen(part, inputs)
+    if base.is_linen(part):
+        raise ConfigError(
+            f"from_blocks: {name} is a class of Linen modules; pass a module: "
+            f"{name}={base.name_of(part)}(...)"
+        )
+    pure = base.functional(part, f"from_blocks: {name}")
+    _check_call(name, pure.kind)
+    return pure
+
+
+ARGUMENTS = {"embed": ("batch",), "block": ("x", "batch"), "head": ("x", "batch")}
+
+
+def _check_call(name: str, kind: type) -> None:
+    """Raises ConfigError if modules of this class cannot be called as the part `name` is."""
+    arguments = ARGUMENTS[name]
+    try:
+        inspect.signature(kind.__call__).bind(None, *arguments)
+    except TypeError as error:
+        call = f"{name}({', '.join(arguments)})"
+        message = f"from_blocks: {kind.__name__} cannot be called as {call}: {error}"
+        raise ConfigError(message) from error
+
+
+def _functional_of_linen(part: linen.Module, inputs: tuple) -> Functional:
+    """Returns a Linen module as pure functions; see `_functional`."""
     if inputs[-1] is None:
         raise ConfigError(
             f"from_blocks: {type(part).__name__} is a Linen module, whose parameters have the "
@@ -203,7 +282,7 @@ def _functional(part: Part, inputs: tuple) -> Functional:
 
         return run
 
-    return Functional(init, axes, bind, linears=linears)
+    return Functional(init, axes, bind, linears=linears, kind=type(part))
 
 
 def _run_with_initial(part: Functional) -> Callable:
