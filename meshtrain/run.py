@@ -24,7 +24,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
-from meshtrain.monitor import health, heldout, sinks, summary, warnings
+from meshtrain.monitor import capacity, health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.writer import Units, Writer, finite, units_of
 from meshtrain.program import Program, assemble, check_parameter_names
@@ -107,6 +107,7 @@ def open_run(
         cfg = with_steps(given_cfg, parts.train_data)
         program = assemble(cfg, parts)
         check_parameter_names(cfg, program.abstract_state.params)
+        capacity.check_fits(cfg, parts.model, program.abstract_state)
     config_record = cfg.to_dict()  # as files and checkpoints have it
     distributed.check_same({**config_record, "workdir": str(workdir)})
     train_data = parts.train_data
