@@ -290,8 +290,8 @@ def acquire_lease(lock: Path, *, log: Callable[[str], None]) -> str:
     global _held
     workdir = url(lock.parent)
     seen, generation = read(lock)
-    if seen is not None and not _is_dead(holder := _parse_record(seen)):
-        who = f"pid {holder.get('pid')} on {holder.get('host')}"
+    if seen is not None and not is_dead(holder := parse_record(seen)):
+        who = describe_holder(holder)
         log(f"{workdir}: locked by {who}; waits {TERM:.0f} s for a renewal of the lock")
         deadline = time.monotonic() + TERM
         while time.monotonic() < deadline and seen is not None:
@@ -303,14 +303,7 @@ def acquire_lease(lock: Path, *, log: Callable[[str], None]) -> str:
                     f"stop that run, or use another --workdir"
                 )
             seen = now
-    record = {
-        "id": uuid.uuid4().hex,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "kernel": _kernel_id(),
-        "since": time.time(),
-        "renewals": 0,
-    }
+    record = new_record()
     acquired = _write_lease(lock, record, generation)
     if acquired:
         _held = Lease(lock, record, acquired)
@@ -321,9 +314,9 @@ def acquire_lease(lock: Path, *, log: Callable[[str], None]) -> str:
 
 
 def confirm_lease() -> None:
-    """Raises OSError if this process held a lock and has lost it."""
+    """Raises LockLost if this process held a lock and has lost it."""
     if _held and not _held.renew():
-        raise OSError(None, "another run has taken over this workdir")
+        raise LockLost(None, "another run has taken over this workdir")
 
 
 def is_lease_held() -> bool:
@@ -343,16 +336,42 @@ def _write_lease(lock: Path, record: dict[str, Any], generation: bytes | None) -
         return written
     # Perhaps only the answer to this write, or to an earlier one, was lost.
     now, generation = read(lock)
-    if not now or generation is None or _parse_record(now).get("id") != record["id"]:
+    if not now or generation is None or parse_record(now).get("id") != record["id"]:
         return b""
     return generation
 
 
-def _parse_record(data: bytes) -> dict[str, Any]:
+# ---- what LOCK says about its holder, here and on a disk (checkpoint/lock.py) ----
+
+
+class LockLost(OSError):
+    """Another run has taken over the workdir of this one."""
+
+
+def new_record() -> dict[str, Any]:
+    """Returns the record of this process."""
+    return {
+        "id": uuid.uuid4().hex,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "kernel": _kernel_id(),
+        "since": time.time(),
+        "renewals": 0,
+    }
+
+
+def parse_record(data: bytes | None) -> dict[str, Any]:
+    """Returns the record in the content of LOCK; {} if there is none."""
     try:
-        return dict(json.loads(data))
-    except (ValueError, TypeError):
+        return dict(json.loads(data or b""))
+    except (ValueError, TypeError, RecursionError):
         return {}
+
+
+def describe_holder(holder: dict[str, Any]) -> str:
+    if "pid" not in holder or "host" not in holder:
+        return "its pid is unknown"
+    return f"pid {holder['pid']} on {holder['host']}"
 
 
 def _kernel_id() -> str:
@@ -364,7 +383,7 @@ def _kernel_id() -> str:
         return ""
 
 
-def _is_dead(holder: dict[str, Any]) -> bool:
+def is_dead(holder: dict[str, Any]) -> bool:
     """Returns whether the holder was a process of this host that has ended, or had this pid."""
     is_here = holder.get("kernel") == _kernel_id() != ""
     if not is_here or not isinstance(holder.get("pid"), int):

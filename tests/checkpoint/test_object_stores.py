@@ -260,7 +260,7 @@ def test_one_run_at_a_time_holds_the_lock(url, monkeypatch, capsys):
     lock = object_store.scratch_folder(url) / "LOCK"
     assert object_store.acquire_lease(lock, log=print) == ""
     first, object_store._held = object_store._held, None  # as in another process
-    monkeypatch.setattr(object_store, "_is_dead", lambda holder: False)
+    monkeypatch.setattr(object_store, "is_dead", lambda holder: False)
     assert "another run is in it" in object_store.acquire_lease(lock, log=print)
     assert "waits 1 s" in capsys.readouterr().out
     # The holder is suspended for longer than a term: the next one takes over, and the first one
@@ -313,13 +313,11 @@ def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(url):
         and time.monotonic() - began < object_store.TERM / 2
     )
     object_store.release_lease()
-    assert object_store._is_dead({"pid": os.getpid(), **here})
-    assert not object_store._is_dead({"pid": os.getppid(), **here}) and not object_store._is_dead(
-        {}
-    )
+    assert object_store.is_dead({"pid": os.getpid(), **here})
+    assert not object_store.is_dead({"pid": os.getppid(), **here}) and not object_store.is_dead({})
     # Another machine or container may have the same name.
-    assert not object_store._is_dead({"pid": ended.pid, "host": here["host"], "kernel": "another"})
-    assert not object_store._is_dead({"pid": os.getpid(), "host": here["host"]})
+    assert not object_store.is_dead({"pid": ended.pid, "host": here["host"], "kernel": "another"})
+    assert not object_store.is_dead({"pid": os.getpid(), "host": here["host"]})
 
 
 def test_a_lost_answer_to_a_renewal_does_not_lose_the_lock(url, monkeypatch):
