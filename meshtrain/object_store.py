@@ -163,7 +163,10 @@ def upload(path: Path) -> None:
 
 def create(path: Path) -> None:
     """Writes a file to the store; raises OSError if there is an object of this name."""
-    data = path.read_bytes()
+    _write_new(path, path.read_bytes())
+
+
+def _write_new(path: Path, data: bytes) -> None:
     # After a lost answer the client tries again, and finds its own object.
     if not write(path, data, only_if=ABSENT) and read(path)[0] != data:
         raise OSError(None, "another run has written it", url(path))
@@ -189,11 +192,14 @@ def remove(folder: Path, first: str = "") -> None:
 
 
 def copy(source: Path, target: Path, last: str) -> None:
-    """Copies all objects under a folder to another one, the object `last` after the others."""
+    """Copies all objects under a folder to another one, the object `last` after the others.
+
+    Raises OSError if one of them is there.
+    """
     for name in sorted(names(source), key=last.__eq__):
         data, _ = read(source / name)
         if data is not None:
-            write(target / name, data)
+            _write_new(target / name, data)
 
 
 _pushed: dict[Path, tuple[int, int]] = {}  # `_state` of the files that equal their objects
@@ -289,20 +295,9 @@ def acquire_lease(lock: Path, *, log: Callable[[str], None]) -> str:
     """
     global _held
     workdir = url(lock.parent)
-    seen, generation = read(lock)
-    if seen is not None and not is_dead(holder := parse_record(seen)):
-        who = describe_holder(holder)
-        log(f"{workdir}: locked by {who}; waits {TERM:.0f} s for a renewal of the lock")
-        deadline = time.monotonic() + TERM
-        while time.monotonic() < deadline and seen is not None:
-            time.sleep(min(1.0, TERM / 10))
-            now, generation = read(lock)
-            if now not in (seen, None):
-                return (
-                    f"--workdir={workdir}: another run is in it, {who}; "
-                    f"stop that run, or use another --workdir"
-                )
-            seen = now
+    fault, generation = _wait_until_free(lock, log)
+    if fault:
+        return fault
     record = new_record()
     acquired = _write_lease(lock, record, generation)
     if acquired:
@@ -311,6 +306,34 @@ def acquire_lease(lock: Path, *, log: Callable[[str], None]) -> str:
     if read(lock)[0] is None:
         raise OSError(None, "nothing can be written there; is there such a bucket?", workdir)
     return f"--workdir={workdir}: another run has just started in it; use another --workdir"
+
+
+def lease_fault(lock: Path, *, log: Callable[[str], None]) -> str:
+    """Returns what `acquire_lease` would return, without acquiring the lock."""
+    fault, _ = _wait_until_free(lock, log)
+    return fault
+
+
+def _wait_until_free(lock: Path, log: Callable[[str], None]) -> tuple[str, bytes | None]:
+    """Returns an error message if another run holds the lock, or "", and the lock's generation."""
+    workdir = url(lock.parent)
+    seen, generation = read(lock)
+    if seen is None or is_dead(holder := parse_record(seen)):
+        return "", generation
+    who = describe_holder(holder)
+    log(f"{workdir}: locked by {who}; waits {TERM:.0f} s for a renewal of the lock")
+    deadline = time.monotonic() + TERM
+    while time.monotonic() < deadline and seen is not None:
+        time.sleep(min(1.0, TERM / 10))
+        now, generation = read(lock)
+        if now not in (seen, None):
+            fault = (
+                f"--workdir={workdir}: another run is in it, {who}; "
+                f"stop that run, or use another --workdir"
+            )
+            return fault, generation
+        seen = now
+    return "", generation
 
 
 def confirm_lease() -> None:
