@@ -119,10 +119,11 @@ def open_run(
     # ---- the workdir, which this run alone may write, and the files of metrics in it ----
     opened_workdir: storage.Workdir | None = None
     folder: Path | None = None
+    confirm_lock: Callable[[], None] | None = None
     if workdir:
         opened_workdir = storage.open_workdir(workdir, process=distributed.process_id())
         folder = opened_workdir.folder
-        stack.enter_context(lock.held(opened_workdir))
+        confirm_lock = stack.enter_context(lock.held(opened_workdir))
     is_leader = distributed.process_id() == 0
     writer = stack.enter_context(contextlib.closing(Writer(opened_workdir, leader=is_leader)))
     with distributed.raise_on_all_processes():
@@ -144,7 +145,7 @@ def open_run(
     saver: Saver | None = None
     saved: Manifest | None = None
     state: TrainState | None = None
-    if opened_workdir:
+    if opened_workdir and confirm_lock:
         saver = Saver(
             opened_workdir,
             cfg.checkpoint,
@@ -154,6 +155,7 @@ def open_run(
             event=writer.event,
             log=writer.log,
             sync=writer.sync,
+            confirm_lock=confirm_lock,
         )
         stack.enter_context(contextlib.closing(saver))
         saver.prepare(program.abstract_state)

@@ -63,13 +63,20 @@ class Workdir(Protocol):
         ...
 
     def confirm_lock(self) -> None:
-        """Raises OSError if this process held the lock and has lost it."""
+        """Raises LockLost if this process held the lock and has lost it."""
         ...
 
     def release_lock(self) -> None:
         """Uploads the files of a run that has started, if this process holds the lock.
 
         The lock is released even if the upload fails.
+        """
+        ...
+
+    def begin_upload(self, log: Callable[[str], None], *, exclusive: bool) -> str:
+        """Returns an error message if another run holds the lock now, or "".
+
+        With `exclusive` acquires it, until `release_lock`.
         """
         ...
 
@@ -127,7 +134,10 @@ class Workdir(Protocol):
         ...
 
     def move_objects(self, source: Path, target: Path) -> None:
-        """Moves the objects of a checkpoint: copies the manifest last, and removes it first."""
+        """Moves the objects of a checkpoint: copies the manifest last, and removes it first.
+
+        Raises OSError if this process has lost the lock, or if one of them is there.
+        """
         ...
 
     def remove_unfinished(self, folder: Path, finished: Collection[int]) -> None:
@@ -220,6 +230,9 @@ class LocalFolder:
 
     def release_lock(self) -> None:
         pass
+
+    def begin_upload(self, log: Callable[[str], None], *, exclusive: bool) -> str:
+        return ""
 
     def download_run(self) -> None:
         pass
@@ -335,6 +348,12 @@ class ObjectStore:
         finally:
             object_store.release_lease()
 
+    def begin_upload(self, log: Callable[[str], None], *, exclusive: bool) -> str:
+        lock = self.folder / LOCK
+        if exclusive:
+            return object_store.acquire_lease(lock, log=log)
+        return object_store.lease_fault(lock, log=log)
+
     def download_run(self) -> None:
         self._download_all()
         if not self.folder.is_dir():
@@ -398,7 +417,9 @@ class ObjectStore:
             object_store.remove(directory, first=MANIFEST)
 
     def move_objects(self, source: Path, target: Path) -> None:
+        self.confirm_lock()  # otherwise they may be those of another run
         object_store.copy(source, target, last=MANIFEST)
+        self.confirm_lock()  # a large checkpoint takes a while
         object_store.remove(source, first=MANIFEST)
 
     def remove_unfinished(self, folder: Path, finished: Collection[int]) -> None:
