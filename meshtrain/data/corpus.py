@@ -239,10 +239,9 @@ def _load_raw_file(path: str, dtype: str, vocab_size: int) -> Corpus:
 def _map_file(path: str, dtype: str) -> np.ndarray:
     if path.endswith(".npy"):
         try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            reason = str(error).partition(".")[0]  # without numpy's unsafe advice
-            raise ConfigError(f"data.path={path} is not a .npy file: {reason}") from error
+            tokens = indexed.map_npy(path)
+        except ValueError as error:
+            raise ConfigError(f"data.path={path} is {error}") from error
         if tokens.ndim != 1 or tokens.dtype.name not in DTYPES:
             raise ConfigError(
                 f"data.path={path} holds {tokens.dtype.name}{list(tokens.shape)}; "
