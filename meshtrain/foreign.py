@@ -90,6 +90,13 @@ def parse_json(
     return value
 
 
+def is_file_name(value: Any) -> bool:
+    """Returns whether a value is the name of a file in a folder, not a path out of it."""
+    if not isinstance(value, str) or value in ("", ".", ".."):
+        return False
+    return not any(letter in value for letter in "/\0")
+
+
 def _decoded(content: bytes) -> str:
     try:
         return content.removeprefix(codecs.BOM_UTF8).decode()

@@ -180,7 +180,8 @@ def digest(tokenizer: Tokenizer) -> str:
 def entry_of(folder: Path) -> dict[str, Any]:
     """Returns the tokenizer's entry in a prepared folder's manifest; {} without a manifest."""
     try:
-        return {**foreign.read_json(folder / prepared.MANIFEST)["tokenizer"]}
+        manifest = foreign.read_json(folder / prepared.MANIFEST)
+        return {**prepared.tokenizer_entry(manifest)}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:

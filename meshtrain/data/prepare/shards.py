@@ -78,8 +78,16 @@ class Journal:
         try:
             for shard in self.shards:
                 for kind, file in shard["files"].items():
-                    sizes[folder / f"{shard['name']}.{kind}"] = file["size"]
-            Position(*self.shards[-1]["next"])
+                    name = f"{shard['name']}.{kind}"
+                    if not foreign.is_file_name(name):
+                        raise TypeError(f"{name!r} is not the name of a file in its folder")
+                    sizes[folder / name] = file["size"]
+                counts = [shard[key] for key in ("documents", "tokens", "text_bytes", "skipped")]
+                numbers = [*counts, *Position(*shard["next"])]
+                if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                    raise TypeError("a count is not an integer of 0 or more")
+                if not isinstance(shard["faults"], list):
+                    raise TypeError("its faults are not a list")
         except (KeyError, TypeError, AttributeError) as error:
             raise self._damaged(error) from error
         for path, size in sizes.items():
