@@ -3,14 +3,13 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshtrain import foreign
 from meshtrain.checkpoint.find import workdir_of
 from meshtrain.data import prepared, tokenizer
-from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
 
 FOLDER = "tokenizer"  # in a workdir
@@ -47,25 +46,26 @@ def imported_config(folders: Iterable[Path]) -> Path | None:
     return next(filter(Path.is_file, files), None)
 
 
-def listed_end_tokens(folders: Iterable[Path], used: Tokenizer) -> list[int]:
-    """Returns the ids that a run's files list as the ends of a text; none if no file lists any.
+def with_tokenizer(folders: Iterable[Path], digest: str) -> list[Path]:
+    """Returns the folders without those that have another tokenizer, with other ids."""
+    fitting = []
+    for folder in folders:
+        digests = tokenizer.digests_of(folder)
+        if not digests or digest in digests:
+            fitting.append(folder)
+    return fitting
+
+
+def listed_end_tokens(folders: Sequence[Path]) -> list[int]:
+    """Returns the ids that files list as the ends of a text; none if no file lists any.
 
     As in transformers, generation_config.json comes before the config.json of an imported model.
-    `folders` are those of `folders`; ids of another tokenizer than the one in use are left out.
     """
-    folders = _with_tokenizer(folders, tokenizer.digest(used))
-    if used.file is not None and used.file.parent not in folders:
-        folders.append(used.file.parent)
     for name in (GENERATION_CONFIG, HUGGINGFACE_CONFIG):
         for folder in folders:
             if tokens := _end_tokens_in(folder / name):
                 return tokens
     return []
-
-
-def _with_tokenizer(folders: Iterable[Path], digest: str) -> list[Path]:
-    """Returns the folders without those that have another tokenizer."""
-    return [folder for folder in folders if tokenizer.digest_of(folder) in ("", digest)]
 
 
 def _end_tokens_in(file: Path) -> list[int]:
@@ -106,7 +106,7 @@ def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None
             )
         if source:
             # What belongs to another tokenizer, such as ids of special tokens, is not copied.
-            fitting = _with_tokenizer(sources, tokenizer.digest_of(source))
+            fitting = with_tokenizer(sources, tokenizer.digest_of(source))
             copy_files([source, *fitting], new, [*named_files, *FILES, HUGGINGFACE_CONFIG])
         shutil.rmtree(target, ignore_errors=True)
         new.rename(target)

@@ -37,7 +37,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         type=float,
         default=5.0,
         metavar="GB",
-        help="size limit of each file (default: 5)",
+        help="size limit of each file, in 10^9 bytes (default: 5); a larger tensor has its own",
     )
     flags.add_argument(
         "--config",

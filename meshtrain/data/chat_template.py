@@ -100,10 +100,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     It is {} if there is neither.
     """
-    return _read_json(folder / CONFIG) or _read_json(folder / "special_tokens_map.json")
+    return read_json(folder / CONFIG) or read_json(folder / "special_tokens_map.json")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def has_template(folder: Path) -> bool:
+    """Returns whether a tokenizer's folder has a chat template."""
+    return "default" in _sources(folder, read_config(folder))
+
+
+def read_json(file: Path) -> dict[str, Any]:
     """Returns the object in a file; {} if there is no file."""
     try:
         return foreign.read_json(file)

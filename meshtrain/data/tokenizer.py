@@ -40,6 +40,7 @@ class Tokenizer:
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Iterable[int | np.integer]], str]
     token_bytes: Callable[[], np.ndarray]
+    spelling: Callable[[int], str]  # the name of a token in its vocabulary
     # text -> the last index at which a split does not change its tokens; 0: there is none
     last_split_point: Callable[[str], int]
     file: Path | None = None
@@ -161,14 +162,16 @@ def has_bos(folder: Path) -> bool:
 
 def digest_of(folder: Path) -> str:
     """Returns the digest of a folder's tokenizer, as manifests store it; "": there is none."""
+    return next(iter(digests_of(folder)), "")
+
+
+def digests_of(folder: Path) -> list[str]:
+    """Returns the digest of each file that a folder's tokenizer may be loaded from."""
     entry = entry_of(folder) if folder.is_dir() else {}
     if entry:
-        return entry["sha256"]
-    for name in FILES:
-        file = folder / name
-        if file.is_file():
-            return hashlib.sha256(file.read_bytes()).hexdigest()
-    return ""
+        return [entry["sha256"]]
+    paths = [folder / name for name in FILES]
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()]
 
 
 def digest(tokenizer: Tokenizer) -> str:
@@ -235,6 +238,7 @@ def _bytes() -> Tokenizer:
         encode_batch=encode_batch,
         decode=decode,
         token_bytes=lambda: np.arange(256, dtype=np.int32).clip(max=1),
+        spelling=chr,
         last_split_point=len,
     )
 
@@ -370,6 +374,7 @@ def _huggingface(path: Path) -> tuple[Tokenizer, dict[str, int]]:
         encode_batch=encode_batch,
         decode=decode,
         token_bytes=lambda: _token_bytes(ids, tokenizer_json),
+        spelling=model.id_to_token,
         last_split_point=split_points.last_split_point if can_split else lambda text: 0,
         file=path,
         warnings=warnings,
@@ -456,6 +461,7 @@ def _sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, int]]:
         encode_batch=encode_batch,
         decode=decode,
         token_bytes=token_bytes,
+        spelling=model.id_to_piece,
         last_split_point=lambda text: 0,
         file=path,
     )

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from meshtrain.config.bind import bind
 from meshtrain.config.build import resolve
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, files, peft, weights
+from meshtrain.huggingface import config_json, files, peft, text_files, weights
 from meshtrain.huggingface.families.base import BUILD, Section
+from meshtrain.inference import chat
 from meshtrain.models.base import ROUTER_BIAS, STATS_KEY, Model, Params, is_measured
 from meshtrain.models.lora_layer import adapted_layers
 from meshtrain.parallel import sharding
@@ -205,7 +206,7 @@ def _export_checkpoint(
     """Converts a checkpoint to a Hugging Face folder and returns a summary."""
     workdir = find.workdir_of(directory)
     try:
-        section = saved.config["model"]
+        section = _with_trained_length(saved.config["model"], saved.config["data"])
         rules = saved.config["rules"]
         adapter = saved.config.get("adapter", {})
         model = model_of(section)
@@ -261,8 +262,17 @@ def _export_checkpoint(
             f"{directory}: {ROUTER_BIAS} is not 0 (model.balance={section['balance']!r}), and "
             f"{family.architecture} has no such bias; train with another model.balance to export"
         )
+    text = text_files.find(
+        folders,
+        saved.config,
+        is_imported=saved.step == 0 and (workdir / ORIGINAL).is_file(),
+        ends_of_replies=chat.ends_of_replies,
+    )
+    for note in text.notes:
+        print(note, file=sys.stderr)
+    config = text_files.with_token_ids(config, text, original_file)
     with atomic_folder(target) as folder:
-        run_tokenizer.copy_files(folders, folder, run_tokenizer.FILES)
+        text_files.write(folder, text)
         write_json(folder / config_json.NAME, config)
         weights.write(
             folder,
@@ -276,6 +286,19 @@ def _export_checkpoint(
         )
     written = "the imported dtypes" if dtypes else dtype
     return f"step {saved.step}, a {config['architectures'][0]} in {written}"
+
+
+def _with_trained_length(section: Section, data: Mapping[str, Any]) -> Section:
+    """Returns a section whose max_seq_len is at least the length of the rows of the training.
+
+    Without a table of positions the run did not use it, but readers of config.json do.
+    """
+    seq_len = data.get("seq_len") or 0
+    has_table = section.get("positions") == "learned"
+    # With a scaling, rope may depend on it.
+    if has_table or section.get("rope_scaling") or seq_len <= section.get("max_seq_len", seq_len):
+        return section
+    return section | {"max_seq_len": seq_len}
 
 
 def _loader(

@@ -21,6 +21,7 @@ from meshtrain import foreign
 from meshtrain.errors import ConfigError
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LENGTH_BYTES = 8  # of the length of the header
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -178,7 +179,7 @@ class TensorSpec:
 def write(
     folder: Path, specs: Iterable[TensorSpec], arrays: Iterable[np.ndarray], *, shard_bytes: int
 ) -> None:
-    """Writes `arrays`, one at a time, to files of at most `shard_bytes`.
+    """Writes `arrays`, one at a time, to files of at most `shard_bytes`, headers included.
 
     A larger tensor gets its own file.
     """
@@ -212,27 +213,46 @@ def write_file(path: Path, specs: list[TensorSpec], arrays: Iterable[np.ndarray]
         os.fsync(file.fileno())
 
 
+METADATA = {"__metadata__": {"format": "pt"}}
+
+
 def _shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
+    """Returns the tensors of each file; a file with its header has at most `shard_bytes`."""
     shards: list[list[TensorSpec]] = [[]]
+    data_bytes = 0
+    text_bytes = len(json.dumps(METADATA))
     for spec in specs:
-        if shards[-1] and sum(other.bytes for other in shards[-1]) + spec.bytes > shard_bytes:
+        # In the header ", " comes before it, which is as long as its own braces.
+        entry_bytes = len(json.dumps(_entry(spec, data_bytes)))
+        header_bytes = LENGTH_BYTES + _aligned(text_bytes + entry_bytes)
+        if shards[-1] and header_bytes + data_bytes + spec.bytes > shard_bytes:
             shards.append([])
+            data_bytes = 0
+            text_bytes = len(json.dumps(METADATA))
+            entry_bytes = len(json.dumps(_entry(spec, data_bytes)))
         shards[-1].append(spec)
+        data_bytes += spec.bytes
+        text_bytes += entry_bytes
     return shards
 
 
 def _header(shard: list[TensorSpec]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    codes = {dtype: code for code, dtype in DTYPES.items()}
+    entries: dict[str, Any] = {**METADATA}
     start = 0
     for spec in shard:
-        end = start + spec.bytes
-        entries[spec.name] = {
-            "dtype": codes[spec.dtype],
-            "shape": spec.shape,
-            "data_offsets": [start, end],
-        }
-        start = end
+        entries |= _entry(spec, start)
+        start += spec.bytes
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text = text.ljust(_aligned(len(text)))  # tensors begin at a multiple of 8
     return struct.pack("<Q", len(text)) + text
+
+
+def _entry(spec: TensorSpec, start: int) -> dict[str, Any]:
+    """Returns the entry of a tensor in the header; its bytes begin at `start`."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    offsets = [start, start + spec.bytes]
+    return {spec.name: {"dtype": codes[spec.dtype], "shape": spec.shape, "data_offsets": offsets}}
+
+
+def _aligned(size: int) -> int:
+    return size + -size % 8

@@ -30,6 +30,15 @@ def encode(tokenizer: Tokenizer, template: ChatTemplate, text: str) -> list[int]
     return ids.tolist()
 
 
+def ends_of_replies(tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens that end a reply; none if the tokenizer has no chat template."""
+    if tokenizer.file is None or tokenizer.kind != "huggingface":
+        return []
+    if not chat_template.has_template(tokenizer.file.parent):
+        return []
+    return end_tokens(tokenizer, load(tokenizer))
+
+
 def end_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
     """Returns the tokens that end a reply.
 

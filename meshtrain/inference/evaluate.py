@@ -6,6 +6,7 @@ Each sample counts once.
 import contextlib
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,9 @@ def run(cfg: Config, path: Path, *, split: str, global_batch: int | None, max_ba
     if faults:
         raise ConfigError(*faults)
     source = _build_source(cfg, split)
+    if jax.process_index() == 0:
+        for warning in source.warnings:
+            print(warning, file=sys.stderr)
     program, params = restore_params(cfg, path, tokenizer=source.identity.get("tokenizer", ""))
     evaluation = evaluate(
         program,

@@ -51,7 +51,7 @@ def run(
     context = _check_lengths(cfg, length, own_context if context is None else context)
     model_vocab_size = cfg.model.options.get("vocab_size", 0)
     tokenizer = _load_tokenizer(tokenizer_path, folders, workdir, model_vocab_size)
-    end_tokens = {tokenizer.eos, *run_tokenizer.listed_end_tokens(folders, tokenizer)}
+    end_tokens = {tokenizer.eos, *_listed_end_tokens(folders, tokenizer)}
     if chat:
         if bos is not None:
             raise ConfigError(
@@ -248,6 +248,14 @@ def _load_tokenizer(
             f"model.vocab_size={model_vocab_size}; use the model's tokenizer"
         )
     return tokenizer
+
+
+def _listed_end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> list[int]:
+    """Returns the ends of a text that the files of the run list, or those next to the tokenizer."""
+    folders = run_tokenizer.with_tokenizer(folders, tokenizers.digest(tokenizer))
+    if tokenizer.file is not None:
+        folders.append(tokenizer.file.parent)
+    return run_tokenizer.listed_end_tokens(folders)
 
 
 def _begins_with_bos(tokenizer: Tokenizer, folders: Sequence[Path]) -> bool:

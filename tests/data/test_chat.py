@@ -460,6 +460,15 @@ def test_generate_writes_the_reply_to_a_message(workdir, capsys):
     assert "a bytes tokenizer has no chat template" in capsys.readouterr().err
 
 
+def test_evaluate_says_that_conversations_are_split(workdir, capsys):
+    """A converted model has the rows of the config that it would be trained with next."""
+    arguments = [f"--workdir={workdir}", "--split=all", "--config.data.seq_len=16", "--batch=8"]
+    capsys.readouterr()
+    assert app.main("evaluate", arguments) == 0
+    error = capsys.readouterr().err
+    assert "data.seq_len=16: 99 of 99 conversations are longer and are split" in error
+
+
 def test_a_conversation_that_the_model_cannot_see_completely_is_rejected(workdir, capsys):
     """Without the beginning of its template it would be no conversation."""
     arguments = [f"--workdir={workdir}", "--chat", "--temperature=0"]

@@ -79,6 +79,28 @@ def test_files_are_compatible_with_the_safetensors_package(tmp_path):
         assert x.dtype == tensors[name].dtype and (x == tensors[name]).all()
 
 
+@pytest.mark.parametrize("shard_bytes", [1000, 1500, 2048, 4096])
+def test_a_file_with_its_header_is_not_larger_than_the_limit(shard_bytes, tmp_path):
+    """And the first tensor of the next file would not have fitted."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"layer.{number}.{'x' * number}": np.ones(rng.integers(1, 60), np.float32)
+        for number in range(40)
+    }
+    tensors["layer.17.a larger tensor"] = np.ones(2000, np.float32)
+    save(tmp_path, tensors, shard_bytes=shard_bytes)
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    contents = [files.read_header(path) for path in paths]
+    for number, (path, content) in enumerate(zip(paths, contents, strict=True)):
+        assert path.stat().st_size <= shard_bytes or len(content) == 1
+        if number + 1 < len(paths):
+            names = [*content, next(iter(contents[number + 1]))]
+            specs = [files.TensorSpec(n, tensors[n].shape, tensors[n].dtype) for n in names]
+            files.write_file(tmp_path / "both", specs, [tensors[name] for name in names])
+            assert (tmp_path / "both").stat().st_size > shard_bytes
+    assert arrays(tmp_path).keys() == tensors.keys()
+
+
 INDEXES = {
     "invalid JSON": ("{", "is damaged"),
     "no weight_map": ("{}", "is damaged"),
