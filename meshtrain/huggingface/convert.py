@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -197,7 +196,7 @@ def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     def export(directory: Path, saved: manifest.Manifest) -> str:
         return _export_checkpoint(directory, saved, target, args)
 
-    return find.read_valid(source, export, log=functools.partial(print, file=sys.stderr))
+    return find.read_valid(source, export, log=functools.partial(console.say, stream="stderr"))
 
 
 def _export_checkpoint(
@@ -269,7 +268,7 @@ def _export_checkpoint(
         ends_of_replies=chat.ends_of_replies,
     )
     for note in text.notes:
-        print(note, file=sys.stderr)
+        console.say(note, stream="stderr")
     config = text_files.with_token_ids(config, text, original_file)
     with atomic_folder(target) as folder:
         text_files.write(folder, text)

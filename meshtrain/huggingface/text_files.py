@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshtrain import foreign
 from meshtrain.checkpoint import run_tokenizer
 from meshtrain.data import chat_template
 from meshtrain.data import tokenizer as tokenizers
@@ -139,7 +140,7 @@ def _write_tokenizer_config(folder: Path, used: Tokenizer, *, is_imported: bool)
     settings: dict[str, Any] = {}
     if used.kind == "huggingface":
         settings["tokenizer_class"] = CLASS
-        described = json.loads(used.file.read_text(encoding="utf-8"))
+        described = foreign.read_json(used.file, max_bytes=tokenizers.MAX_FILE_BYTES)
         # transformers 4.57 sets it to false in tokenizer.json if it is not here.
         if (described["pre_tokenizer"] or {}).get("add_prefix_space"):
             settings["add_prefix_space"] = True

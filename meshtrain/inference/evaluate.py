@@ -6,7 +6,6 @@ Each sample counts once.
 import contextlib
 import dataclasses
 import math
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +48,7 @@ def run(cfg: Config, path: Path, *, split: str, global_batch: int | None, max_ba
     source = _build_source(cfg, split)
     if jax.process_index() == 0:
         for warning in source.warnings:
-            print(warning, file=sys.stderr)
+            console.say(warning, stream="stderr")
     program, params = restore_params(cfg, path, tokenizer=source.identity.get("tokenizer", ""))
     evaluation = evaluate(
         program,
