@@ -30,7 +30,7 @@ from tests.lib.processes import free_port
 
 # A folder or root module imports only names before its own: on a line above, or to its left.
 LAYERS = """
-errors moved rounding object_store storage console metrics schedules configs config hardware
+errors moved object_store storage console metrics schedules configs config hardware
 cluster supervise parallel
 data ops optim models
 state grads pipeline step
