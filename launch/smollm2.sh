@@ -14,8 +14,9 @@ library=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])
 
 [[ -d models/smollm2 ]] || "$python" launch/smollm2.py models/smollm2
 [[ -d runs/smollm2-start ]] || "$python" -m meshtrain convert models/smollm2 runs/smollm2-start
+# The tokenizer's eos_token ends messages of a chat; documents end as in the model's pretraining.
 "$python" -m meshtrain prepare "$library/asyncio" "$library/email" --pattern='*.py' \
-    --output=data/smollm2 --tokenizer=models/smollm2
+    --output=data/smollm2 --tokenizer=models/smollm2 --eos='<|endoftext|>'
 
 evaluate() {
     "$python" -m meshtrain evaluate --workdir="$1" --config.data.path=data/smollm2 \

@@ -1,11 +1,12 @@
 """meshtrain: trains language models and other Flax models on one mesh of devices.
 
-Names are imported when they are first used, so that a command without devices does not load jax.
+Names and modules are imported when they are first used, so that a command without devices does not
+load jax.
 """
 
 import importlib
 
-from meshtrain import moved
+from meshtrain import lazy, moved
 
 __version__ = "0.1.0"
 _MODULES = {
@@ -30,7 +31,7 @@ moved.install()
 
 def __getattr__(name: str):
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return lazy.load_module(__name__, name)
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
     return getattr(module, name)
 

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import select
 import sys
 import threading
@@ -170,12 +171,13 @@ def describe(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def say(text: str, *, stream: str = "stdout") -> None:
-    """Prints a line, also to a stream of the caller's own that may fail."""
+def say(*lines: str, stream: str = "stdout", end: str = "\n") -> None:
+    """Prints lines, `printable`, also to a stream of the caller's own that may fail."""
+    text = printable("\n".join(lines))
     try:
-        print(text, file=getattr(sys, stream), flush=True)
+        print(text, end=end, file=getattr(sys, stream), flush=True)
     except (OSError, ValueError) as error:
-        lost(stream, error, f"{text}\n".encode(errors="replace"))
+        lost(stream, error, f"{text}{end}".encode(errors="replace"))
 
 
 def log_to(path: Path | None) -> None:
@@ -193,6 +195,30 @@ def write_now(text: str) -> None:
     """Writes to stderr without waiting for another thread, in place of the bar."""
     with contextlib.suppress(OSError):
         os.write(2, (ERASE if _bar_line else b"") + text.encode("ascii", "replace"))
+
+
+# ---- text of others, such as the names of files ----
+
+# What a terminal obeys, what reverses the order of the text after it, and halves of surrogate pairs
+# (Python's stand-ins for bytes that are not UTF-8). A \r before a \n is the end of a line.
+UNPRINTABLE = re.compile(
+    "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
+)
+MAX_LINE_CHARS = 4000
+
+
+def printable(text: str) -> str:
+    r"""Returns a text that does nothing to a terminal but add text: the code ESC becomes \x1b.
+
+    Newlines and tabs stay. It is the same for a pipe, whose reader may print on a terminal.
+    """
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def line_of(text: str) -> str:
+    """Returns a text as one printable line; a very long text is cut."""
+    line = printable(" ".join(line.strip() for line in text.strip().split("\n")))
+    return line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]} ..."
 
 
 # ---- the bar ----
@@ -229,7 +255,7 @@ class Bar:
             self._next = time.monotonic() + DRAW_SECONDS
             columns = os.get_terminal_size(fd).columns or 80
             # The last column stays free: some terminals begin a new line after it.
-            text = _line(columns - 1, min(done / self._total, 1.0), parts)
+            text = _line(columns - 1, min(done / self._total, 1.0), tuple(map(line_of, parts)))
             _bar_line = text.encode(sys.stdout.encoding or "ascii", "replace")
             if not _in_line:
                 _write_all(fd, ERASE + _bar_line)

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import math
 import os
 import re
 import sys
@@ -131,9 +132,15 @@ def nearest_multiples(value: int, step: int, more: int = 0) -> str:
 
 def nearest_divisors(value: int, near: int) -> str:
     """Returns the divisors of `value` below and above `near`, as text: '2 or 4'."""
-    divisors = [one for one in range(1, value + 1) if value % one == 0]
-    below = [one for one in divisors if one < near][-1:]
-    return " or ".join(map(str, below + [one for one in divisors if one > near][:1]))
+    below = [one for one in divisors(value) if one < near][-1:]
+    above = [one for one in divisors(value) if one > near][:1]
+    return " or ".join(map(str, below + above))
+
+
+def divisors(value: int) -> list[int]:
+    """Returns the positive divisors, in ascending order; [] of a number below 1."""
+    small = [one for one in range(1, math.isqrt(max(value, 0)) + 1) if value % one == 0]
+    return sorted({*small, *(value // one for one in small)})
 
 
 def x64_faults(dtypes: Mapping[str, str]) -> list[str]:

@@ -163,7 +163,10 @@ def upload(path: Path) -> None:
 
 def create(path: Path) -> None:
     """Writes a file to the store; raises OSError if there is an object of this name."""
-    data = path.read_bytes()
+    _write_new(path, path.read_bytes())
+
+
+def _write_new(path: Path, data: bytes) -> None:
     # After a lost answer the client tries again, and finds its own object.
     if not write(path, data, only_if=ABSENT) and read(path)[0] != data:
         raise OSError(None, "another run has written it", url(path))
@@ -189,11 +192,14 @@ def remove(folder: Path, first: str = "") -> None:
 
 
 def copy(source: Path, target: Path, last: str) -> None:
-    """Copies all objects under a folder to another one, the object `last` after the others."""
+    """Copies all objects under a folder to another one, the object `last` after the others.
+
+    Raises OSError if one of them is there.
+    """
     for name in sorted(names(source), key=last.__eq__):
         data, _ = read(source / name)
         if data is not None:
-            write(target / name, data)
+            _write_new(target / name, data)
 
 
 _pushed: dict[Path, tuple[int, int]] = {}  # `_state` of the files that equal their objects
@@ -289,28 +295,10 @@ def acquire_lease(lock: Path, *, log: Callable[[str], None]) -> str:
     """
     global _held
     workdir = url(lock.parent)
-    seen, generation = read(lock)
-    if seen is not None and not _is_dead(holder := _parse_record(seen)):
-        who = f"pid {holder.get('pid')} on {holder.get('host')}"
-        log(f"{workdir}: locked by {who}; waits {TERM:.0f} s for a renewal of the lock")
-        deadline = time.monotonic() + TERM
-        while time.monotonic() < deadline and seen is not None:
-            time.sleep(min(1.0, TERM / 10))
-            now, generation = read(lock)
-            if now not in (seen, None):
-                return (
-                    f"--workdir={workdir}: another run is in it, {who}; "
-                    f"stop that run, or use another --workdir"
-                )
-            seen = now
-    record = {
-        "id": uuid.uuid4().hex,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "kernel": _kernel_id(),
-        "since": time.time(),
-        "renewals": 0,
-    }
+    fault, generation = _wait_until_free(lock, log)
+    if fault:
+        return fault
+    record = new_record()
     acquired = _write_lease(lock, record, generation)
     if acquired:
         _held = Lease(lock, record, acquired)
@@ -320,10 +308,38 @@ def acquire_lease(lock: Path, *, log: Callable[[str], None]) -> str:
     return f"--workdir={workdir}: another run has just started in it; use another --workdir"
 
 
+def lease_fault(lock: Path, *, log: Callable[[str], None]) -> str:
+    """Returns what `acquire_lease` would return, without acquiring the lock."""
+    fault, _ = _wait_until_free(lock, log)
+    return fault
+
+
+def _wait_until_free(lock: Path, log: Callable[[str], None]) -> tuple[str, bytes | None]:
+    """Returns an error message if another run holds the lock, or "", and the lock's generation."""
+    workdir = url(lock.parent)
+    seen, generation = read(lock)
+    if seen is None or is_dead(holder := parse_record(seen)):
+        return "", generation
+    who = describe_holder(holder)
+    log(f"{workdir}: locked by {who}; waits {TERM:.0f} s for a renewal of the lock")
+    deadline = time.monotonic() + TERM
+    while time.monotonic() < deadline and seen is not None:
+        time.sleep(min(1.0, TERM / 10))
+        now, generation = read(lock)
+        if now not in (seen, None):
+            fault = (
+                f"--workdir={workdir}: another run is in it, {who}; "
+                f"stop that run, or use another --workdir"
+            )
+            return fault, generation
+        seen = now
+    return "", generation
+
+
 def confirm_lease() -> None:
-    """Raises OSError if this process held a lock and has lost it."""
+    """Raises LockLost if this process held a lock and has lost it."""
     if _held and not _held.renew():
-        raise OSError(None, "another run has taken over this workdir")
+        raise LockLost(None, "another run has taken over this workdir")
 
 
 def is_lease_held() -> bool:
@@ -343,16 +359,42 @@ def _write_lease(lock: Path, record: dict[str, Any], generation: bytes | None) -
         return written
     # Perhaps only the answer to this write, or to an earlier one, was lost.
     now, generation = read(lock)
-    if not now or generation is None or _parse_record(now).get("id") != record["id"]:
+    if not now or generation is None or parse_record(now).get("id") != record["id"]:
         return b""
     return generation
 
 
-def _parse_record(data: bytes) -> dict[str, Any]:
+# ---- what LOCK says about its holder, here and on a disk (checkpoint/lock.py) ----
+
+
+class LockLost(OSError):
+    """Another run has taken over the workdir of this one."""
+
+
+def new_record() -> dict[str, Any]:
+    """Returns the record of this process."""
+    return {
+        "id": uuid.uuid4().hex,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "kernel": _kernel_id(),
+        "since": time.time(),
+        "renewals": 0,
+    }
+
+
+def parse_record(data: bytes | None) -> dict[str, Any]:
+    """Returns the record in the content of LOCK; {} if there is none."""
     try:
-        return dict(json.loads(data))
-    except (ValueError, TypeError):
+        return dict(json.loads(data or b""))
+    except (ValueError, TypeError, RecursionError):
         return {}
+
+
+def describe_holder(holder: dict[str, Any]) -> str:
+    if "pid" not in holder or "host" not in holder:
+        return "its pid is unknown"
+    return f"pid {holder['pid']} on {holder['host']}"
 
 
 def _kernel_id() -> str:
@@ -364,7 +406,7 @@ def _kernel_id() -> str:
         return ""
 
 
-def _is_dead(holder: dict[str, Any]) -> bool:
+def is_dead(holder: dict[str, Any]) -> bool:
     """Returns whether the holder was a process of this host that has ended, or had this pid."""
     is_here = holder.get("kernel") == _kernel_id() != ""
     if not is_here or not isinstance(holder.get("pid"), int):

@@ -135,7 +135,9 @@ def optimizer_and_state(
         dtype=train.dtype,
         start_residual=sync.start_residual if sync else None,
     )
-    shapes = jax.eval_shape(init_state, jax.eval_shape(init_params, jax.random.key(0)))
+    params = jax.eval_shape(init_params, jax.random.key(0))
+    states.check_trained(params, parts.model.is_trained)
+    shapes = jax.eval_shape(init_state, params)
     states.check_axes(parts.model.axes, shapes.params, mesh)
     shardings, grad_shardings = states.state_shardings(
         shapes,

@@ -24,7 +24,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
-from meshtrain.monitor import health, heldout, sinks, summary, warnings
+from meshtrain.monitor import capacity, health, heldout, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.writer import Units, Writer, finite, units_of
 from meshtrain.program import Program, assemble, check_parameter_names
@@ -38,7 +38,8 @@ class Run:
     cfg: Config
     program: Program
     data: Any  # a Source, or the caller's iterable
-    heldout_loss: Callable[[TrainState], float | None] | None  # None without held-out data
+    # None without held-out data, see `evaluate`.
+    heldout_metrics: Callable[[TrainState], dict[str, float | None] | None] | None
     folder: Path | None  # of the workdir on this host
     writer: Writer
     saver: Saver | None  # None without a workdir
@@ -47,16 +48,9 @@ class Run:
     loader: Loader
     units: Units
     memory_advice: Any  # tools.hlo.oom_advice.MemoryAdvice
-    stop: threading.Event  # set by a signal
+    stop_requested: Callable[[], bool]  # of any process; process 0 decides, on others it is False
     clock: progress.Clock
     first_step: int  # 0, or that of the checkpoint from which the run resumes
-
-    def stop_requested(self) -> bool:
-        """Returns whether any process was asked to stop.
-
-        Process 0 decides for all; on others it is False.
-        """
-        return distributed.any_asked_to_stop(self.stop.is_set() or self.clock.stop_requested)
 
     def waits_for_rollback(self) -> bool:
         """Returns whether a spike is still to be rolled back, so that the state is not to be saved.
@@ -67,14 +61,15 @@ class Run:
             return False
         return distributed.broadcast(self.saver.wait_for_newest() is not None)
 
-    def evaluate(self, state: TrainState) -> dict[str, float | None]:
+    def evaluate(self, state: TrainState) -> dict[str, float | None] | None:
         """Returns the metrics of the held-out data by name; {} without such data.
 
-        A metric is None if the held-out data has no weight.
+        A metric is None if the held-out data has no weight. Returns None if the run is asked to
+        stop meanwhile.
         """
-        if self.heldout_loss is None:
+        if self.heldout_metrics is None:
             return {}
-        return {"eval_loss": self.heldout_loss(state)}
+        return self.heldout_metrics(state)
 
     def manifest_fields(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         """Returns what the manifest of a checkpoint records besides the state."""
@@ -112,6 +107,7 @@ def open_run(
         cfg = with_steps(given_cfg, parts.train_data)
         program = assemble(cfg, parts)
         check_parameter_names(cfg, program.abstract_state.params)
+        capacity.check_fits(cfg, parts.model, program.abstract_state)
     config_record = cfg.to_dict()  # as files and checkpoints have it
     distributed.check_same({**config_record, "workdir": str(workdir)})
     train_data = parts.train_data
@@ -123,20 +119,23 @@ def open_run(
     # ---- the workdir, which this run alone may write, and the files of metrics in it ----
     opened_workdir: storage.Workdir | None = None
     folder: Path | None = None
+    confirm_lock: Callable[[], None] | None = None
     if workdir:
         opened_workdir = storage.open_workdir(workdir, process=distributed.process_id())
         folder = opened_workdir.folder
-        stack.enter_context(lock.held(opened_workdir))
+        confirm_lock = stack.enter_context(lock.held(opened_workdir))
     is_leader = distributed.process_id() == 0
     writer = stack.enter_context(contextlib.closing(Writer(opened_workdir, leader=is_leader)))
     with distributed.raise_on_all_processes():
         writer.open(sinks.open_sinks(cfg, folder, on_metrics) if is_leader else [])
-    heldout_loss = heldout.make_heldout_loss(
+    stop_requested = functools.partial(_any_asked_to_stop, stop, clock)
+    heldout_metrics = heldout.make_heldout_metrics(
         program.eval_step,
         eval_data,
         cfg,
         program.mesh,
         log=writer.log,
+        stop_requested=stop_requested,
         check=program.model.check_batch,
     )
 
@@ -146,7 +145,7 @@ def open_run(
     saver: Saver | None = None
     saved: Manifest | None = None
     state: TrainState | None = None
-    if opened_workdir:
+    if opened_workdir and confirm_lock:
         saver = Saver(
             opened_workdir,
             cfg.checkpoint,
@@ -156,6 +155,7 @@ def open_run(
             event=writer.event,
             log=writer.log,
             sync=writer.sync,
+            confirm_lock=confirm_lock,
         )
         stack.enter_context(contextlib.closing(saver))
         saver.prepare(program.abstract_state)
@@ -170,9 +170,15 @@ def open_run(
         config_record = cfg.to_dict()
         saver.resume_with(config_record, saved)
     # Where the parameters of a new run come from is checked now, before anything is compiled.
-    init_source = None
-    if not saved:
-        init_source = initial.find_source(cfg.checkpoint, identity, log=writer.log)
+    find_init_source = functools.partial(
+        initial.find_source,
+        cfg.checkpoint,
+        identity,
+        program.abstract_state.params,
+        adapter=cfg.adapter,
+        log=writer.log,
+    )
+    init_source = None if saved else find_init_source()
     loss_monitor = LossMonitor(
         cfg.divergence,
         saved.loss_statistics if saved else {},
@@ -229,12 +235,11 @@ def open_run(
     if state is None:
         load = None
         if init_source:
-            directory, manifest = init_source
             load = functools.partial(
                 initial.load_params,
-                directory=directory,
-                saved=manifest,
+                source=init_source,
                 only=cfg.checkpoint.init_only,
+                look_again=find_init_source,
                 adapter=cfg.adapter,
                 event=writer.event,
                 log=writer.log,
@@ -252,7 +257,7 @@ def open_run(
         cfg=cfg,
         program=program,
         data=train_data,
-        heldout_loss=heldout_loss,
+        heldout_metrics=heldout_metrics,
         folder=folder,
         writer=writer,
         saver=saver,
@@ -261,11 +266,16 @@ def open_run(
         loader=loader,
         units=units,
         memory_advice=memory_advice,
-        stop=stop,
+        stop_requested=stop_requested,
         clock=clock,
         first_step=first_step,
     )
     return run, state
+
+
+def _any_asked_to_stop(stop: threading.Event, clock: progress.Clock) -> bool:
+    """Returns on process 0 whether a signal or the supervisor asked any process to stop."""
+    return distributed.any_asked_to_stop(stop.is_set() or clock.stop_requested)
 
 
 def _tokens_before(saved: Manifest, units: Units, cfg: Config) -> int:

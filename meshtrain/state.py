@@ -61,6 +61,7 @@ def params_initializer(model: Model, *, param_dtype: str) -> Callable[[jax.Array
     stats_dtype = jnp.promote_types(param_dtype, jnp.float32)
 
     def cast(path, leaf):
+        leaf = jnp.asarray(leaf)  # a model may have Python numbers too
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         return leaf.astype(stats_dtype if is_measured(path) else param_dtype)
@@ -150,6 +151,30 @@ def state_shardings(
         residual=residual,
     )
     return shardings, grad_shardings
+
+
+def check_trained(params: Params, is_trained: Callable[[str], bool] | None) -> None:
+    """Raises ConfigError if a parameter that is to be trained is not a real number.
+
+    `is_trained` is `Model.is_trained`.
+    """
+    faults = []
+    for path, leaf in jax.tree.leaves_with_path(trained_part(params, is_trained)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            way_out = "use two real arrays"
+        else:
+            way_out = (
+                "make it a plain array of the module, which is a constant, or a float, or leave "
+                "it out of the patterns in train.trainable"
+            )
+        name = trees.name_of(path)
+        faults.append(
+            f"model: parameter {name} is {leaf.dtype}, which cannot be trained; {way_out}"
+        )
+    if faults:
+        raise ConfigError(*faults[:3])
 
 
 def check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:

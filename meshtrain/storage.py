@@ -6,6 +6,7 @@ which of its files are elsewhere.
 """
 
 import contextlib
+import errno
 import fnmatch
 import math
 import os
@@ -62,13 +63,20 @@ class Workdir(Protocol):
         ...
 
     def confirm_lock(self) -> None:
-        """Raises OSError if this process held the lock and has lost it."""
+        """Raises LockLost if this process held the lock and has lost it."""
         ...
 
     def release_lock(self) -> None:
         """Uploads the files of a run that has started, if this process holds the lock.
 
         The lock is released even if the upload fails.
+        """
+        ...
+
+    def begin_upload(self, log: Callable[[str], None], *, exclusive: bool) -> str:
+        """Returns an error message if another run holds the lock now, or "".
+
+        With `exclusive` acquires it, until `release_lock`.
         """
         ...
 
@@ -126,7 +134,10 @@ class Workdir(Protocol):
         ...
 
     def move_objects(self, source: Path, target: Path) -> None:
-        """Moves the objects of a checkpoint: copies the manifest last, and removes it first."""
+        """Moves the objects of a checkpoint: copies the manifest last, and removes it first.
+
+        Raises OSError if this process has lost the lock, or if one of them is there.
+        """
         ...
 
     def remove_unfinished(self, folder: Path, finished: Collection[int]) -> None:
@@ -219,6 +230,9 @@ class LocalFolder:
 
     def release_lock(self) -> None:
         pass
+
+    def begin_upload(self, log: Callable[[str], None], *, exclusive: bool) -> str:
+        return ""
 
     def download_run(self) -> None:
         pass
@@ -334,6 +348,12 @@ class ObjectStore:
         finally:
             object_store.release_lease()
 
+    def begin_upload(self, log: Callable[[str], None], *, exclusive: bool) -> str:
+        lock = self.folder / LOCK
+        if exclusive:
+            return object_store.acquire_lease(lock, log=log)
+        return object_store.lease_fault(lock, log=log)
+
     def download_run(self) -> None:
         self._download_all()
         if not self.folder.is_dir():
@@ -397,7 +417,9 @@ class ObjectStore:
             object_store.remove(directory, first=MANIFEST)
 
     def move_objects(self, source: Path, target: Path) -> None:
+        self.confirm_lock()  # otherwise they may be those of another run
         object_store.copy(source, target, last=MANIFEST)
+        self.confirm_lock()  # a large checkpoint takes a while
         object_store.remove(source, first=MANIFEST)
 
     def remove_unfinished(self, folder: Path, finished: Collection[int]) -> None:
@@ -422,6 +444,28 @@ class ObjectStore:
 def _is_of_process(name: str) -> bool:
     """Returns whether an object is one of OF_PROCESSES; the name is in a checkpoint or workdir."""
     return any(fnmatch.fnmatchcase(name, f"{prefix}{OF_PROCESSES}") for prefix in ("", "*/"))
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Appends lines, each with its newline, to a file; raises OSError, and adds none, if it fails.
+
+    If a crash has left a part of a line at the end of the file, only that part is lost.
+    """
+    data = "".join(lines).encode()
+    with open(path, "a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                data = b"\n" + data
+        try:
+            # One call: another process may append to the same file.
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def url_fault(key: str, path: str | Path) -> str:

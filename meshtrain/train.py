@@ -21,7 +21,7 @@ from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import summary
 from meshtrain.monitor.writer import finite
 from meshtrain.run import Run, open_run
-from meshtrain.state import TrainState
+from meshtrain.state import TrainState, count
 
 
 class Result(NamedTuple):
@@ -31,6 +31,13 @@ class Result(NamedTuple):
     eval_loss: float | None
     # By Ctrl-C, SIGTERM or SIGHUP. The state was saved, unless a spike was still to be rolled back.
     interrupted: bool
+
+    def __repr__(self) -> str:
+        """Returns a line: the arrays of the state would fill pages."""
+        return (
+            f"Result(step={self.step}, eval_loss={self.eval_loss}, interrupted={self.interrupted}, "
+            f"state=TrainState with {count(self.state.params):,} parameters)"
+        )
 
 
 def train(
@@ -119,6 +126,9 @@ def _train(run: Run, state: TrainState) -> Result:
     is_finished = step >= num_steps
     clock.enter("eval")
     evaluation = run.evaluate(state) if is_finished else {}
+    if evaluation is None:
+        # Asked to stop before its end: the run is to be started again, and then evaluates.
+        is_finished, evaluation = False, {}
     eval_loss = evaluation.get("eval_loss")
     clock.enter("save")
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
@@ -142,6 +152,7 @@ def _train(run: Run, state: TrainState) -> Result:
         run.data,
         run.folder,
         saved_step=saved_step,
+        is_last_skipped=bool(writer.newest.get("skipped")),
     )
     writer.log(final_line)
     return Result(state, step, eval_loss, interrupted=not is_finished)
@@ -190,10 +201,12 @@ def _loop(
                 run.replica_check.run(step, state)
             if is_ending:
                 return state, step
-            evaluation: dict[str, float | None] = {}
+            evaluation: dict[str, float | None] | None = {}
             if eval_due:
                 clock.enter("eval")
                 evaluation = run.evaluate(state)
+                if evaluation is None:
+                    continue  # decide again: the run is asked to stop
                 if saver is not None:
                     saver.add_metrics(step, finite(evaluation))
             # Before next(loader): a resumed run must see the batch that this step will consume.

@@ -22,6 +22,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 import meshtrain
@@ -29,6 +30,7 @@ from meshtrain import errors
 from meshtrain.cli import verbs
 from meshtrain.cluster import distributed, environment
 from meshtrain.configs import default
+from meshtrain.monitor import divergence
 from tests.lib.paths import ROOT
 
 README = ROOT / "README.md"
@@ -322,6 +324,27 @@ def test_the_distribution_has_the_version_of_the_package():
     assert project["version"] == meshtrain.__version__ == distributed.versions()["meshtrain"]
 
 
+def test_the_numbers_of_spikes_are_those_of_the_code():
+    guide = " ".join(PAGES["docs/guides/resume.md"].read_text().split())
+    (sigmas,) = re.findall(r"with the default of (\d+) a spike", guide)
+    assert float(sigmas) == default.get_config().divergence.spike_sigmas
+    texts = [guide, PAGES["docs/reference/metrics.md"].read_text()]
+    texts += [(ROOT / "meshtrain/configs/default.py").read_text()]
+    for text in texts:
+        (warmup,) = set(re.findall(r"[Ii]n the first (\d+) steps", text))
+        assert int(warmup) == divergence.WARMUP_STEPS
+    for text in (guide, texts[-1]):
+        (percent,) = re.findall(r"at least ([\d.]+) % of the mean", text)
+        assert float(percent) == 100 * divergence.MIN_DEVIATION
+    (decay,) = re.findall(r"by a factor of ([\d.]+) per step", guide)
+    assert float(decay) == divergence.DECAY
+    (in_a_row,) = map(int, re.findall(r"\((\d+) in a row\)", guide))
+    share = 1 - divergence.DECAY ** (in_a_row - np.arange(2))  # after that many, and one fewer
+    assert share[0] > divergence.MAX_SPIKE_SHARE > share[1]
+    assert "a tenth of the recent steps" in guide and divergence.MAX_SPIKE_SHARE == 0.1
+    assert "The third rollback" in guide and divergence.MAX_ROLLBACKS == 3
+
+
 def test_messages_in_troubleshooting_are_those_of_the_code():
     files = [*(ROOT / "meshtrain").rglob("*.py"), *(ROOT / "launch").glob("*.sh")]
     code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files))
@@ -391,3 +414,36 @@ def get_config():
         ("b", "used later"),
         ("b.six", "last"),
     ]
+
+
+def names_of_the_package():
+    """Returns what the pages, and the docstrings and messages of the package, call meshtrain.NAME.
+
+    Imports are left out: they load the module that they name.
+    """
+    texts = [path.read_text(encoding="utf-8") for path in PAGES.values()]
+    for path in (ROOT / "meshtrain").rglob("*.py"):
+        if path.name != "moved.py":  # the table of old names
+            texts.append(path.read_text(encoding="utf-8"))
+    name = re.compile(r"(?<!from )(?<!import )(?<!-m )(?<![\w/.-])meshtrain(?:\.[a-zA-Z]\w*)+")
+    found = {match for text in texts for match in name.findall(text)}
+    return sorted(found - {"meshtrain.NAME", "meshtrain.sqsh"})
+
+
+def test_every_dotted_name_is_found_after_import_meshtrain():
+    """In a new process, where nothing else has loaded the modules."""
+    names = names_of_the_package()
+    assert "meshtrain.ops.embedding.lookup" in names and "meshtrain.weighted" in names
+    program = """
+import functools, sys, meshtrain
+assert not {"jax", "flax", "orbax"} & {*sys.modules}, "import meshtrain loads jax"
+for name in sys.argv[1:]:
+    try:
+        functools.reduce(getattr, name.split(".")[1:], meshtrain)
+    except AttributeError as error:
+        print(f"{name}: {error}")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program, *names], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == ""

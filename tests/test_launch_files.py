@@ -146,12 +146,10 @@ def test_the_check_of_gpus_saves_its_table(tmp_path):
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_supervisors_sign_their_messages_if_the_secret_exists(path):
+def test_no_pod_starts_without_the_secret_of_the_supervisors(path):
     (one,) = (one for one in container_of(job_of(path)[0])["env"] if "secretKeyRef" in str(one))
     assert one["name"] == messages.SECRET_VARIABLE
-    assert one["valueFrom"] == {
-        "secretKeyRef": {"name": "meshtrain", "key": "secret", "optional": True}
-    }
+    assert one["valueFrom"] == {"secretKeyRef": {"name": "meshtrain", "key": "secret"}}
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)

@@ -23,7 +23,8 @@ from meshtrain.cluster import distributed
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Source, to_batch
-from meshtrain.train import train
+from meshtrain.state import TrainState
+from meshtrain.train import Result, train
 from tests.lib.compare import assert_bit_equal
 from tests.lib.configs import quick, tiny_config
 from tests.lib.paths import ROOT
@@ -85,6 +86,13 @@ def test_a_run_writes_its_config_metrics_and_events(tmp_path, capsys):
         r"\nmemory +the step needs (\S+) of [\d,.]+ GB on each device: state ", output
     )
     assert 0 < float(memory) < 0.1
+
+
+def test_a_result_is_printed_in_a_line():
+    state = TrainState(np.int32(3), {"w": np.ones((300, 300))}, ())
+    assert str(Result(state, 3, 1.5, interrupted=False)) == (
+        "Result(step=3, eval_loss=1.5, interrupted=False, state=TrainState with 90,000 parameters)"
+    )
 
 
 def test_the_time_that_steps_wait_for_data_and_the_mfu_are_recorded(tmp_path):
@@ -310,7 +318,8 @@ import sys, jax
 jax.config.update("jax_num_cpu_devices", 4)
 sys.path[:0] = ["."]
 from meshtrain import Source
-from meshtrain.train import train
+from meshtrain.state import TrainState
+from meshtrain.train import Result, train
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.cluster import distributed

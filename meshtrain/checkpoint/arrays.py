@@ -8,7 +8,7 @@ equally.
 import ast
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,12 @@ def restore(
 
 
 def restore_params(
-    directory: Path, saved: Mapping[str, str], params: Params, patterns: Sequence[str] = ("*",)
+    directory: Path,
+    saved: Mapping[str, str],
+    params: Params,
+    patterns: Sequence[str] = ("*",),
+    *,
+    agree: Agree = _raise,
 ) -> tuple[Params, list[str], list[str]]:
     """Returns `params` after reading the parameters that match a pattern from a checkpoint.
 
@@ -172,20 +177,12 @@ def restore_params(
     averages. A pattern is a glob over paths such as layers/attention/*. The checkpoint may have
     another optimizer, and lack an adapter, which then keeps its initial values. Raises ConfigError
     if another matching parameter is missing or has another shape, or if the checkpoint is corrupt.
+    For `agree` see `restore`.
     """
     paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
-    if unmatched := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
-        raise ConfigError(
-            f"checkpoint.init_only={','.join(unmatched)}: no parameter has such a name; "
-            f"there are {', '.join(paths[:5])}, ..."
-        )
-    wanted = set()
-    for path in paths:
-        is_matching = any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-        if is_matching and (f"params/{path}" in saved or not is_low_rank(path)):
-            wanted.add(path)
-    wanted_params = trees.matching(params, wanted.__contains__)
     available = saved_params(saved)
+    wanted = wanted_paths(available, paths, patterns)
+    wanted_params = trees.matching(params, wanted.__contains__)
     _check_same(
         {path: kind for path, kind in available.items() if path in wanted},
         shapes(wanted_params),
@@ -197,11 +194,32 @@ def restore_params(
         wanted_params,
     )
     try:
-        new_params = _read_params(directory, saved, abstract)
+        new_params = _read_params(directory, saved, abstract, agree)
     except CorruptCheckpoint as error:
         raise ConfigError(f"{directory}: {error}; use another checkpoint") from error
     unchanged = [path for path in paths if path not in wanted]
     return trees.merge(params, new_params), unchanged, sorted(available.keys() - wanted)
+
+
+def wanted_paths(
+    available: Collection[str], paths: Sequence[str], patterns: Sequence[str]
+) -> set[str]:
+    """Returns the paths of the parameters to read: those that match a pattern.
+
+    Those of an adapter only if they are `available` in the checkpoint. Raises ConfigError if a
+    pattern matches nothing.
+    """
+    if unmatched := [pattern for pattern in patterns if not fnmatch.filter(paths, pattern)]:
+        raise ConfigError(
+            f"checkpoint.init_only={','.join(unmatched)}: no parameter has such a name; "
+            f"there are {', '.join(paths[:5])}, ..."
+        )
+    wanted = set()
+    for path in paths:
+        is_matching = any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+        if is_matching and (path in available or not is_low_rank(path)):
+            wanted.add(path)
+    return wanted
 
 
 def saved_params(saved: Mapping[str, str]) -> dict[str, str]:
@@ -213,12 +231,17 @@ def saved_params(saved: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_replicated(
-    directory: Path, saved: Mapping[str, str], paths: Sequence[str], mesh: jax.sharding.Mesh
+    directory: Path,
+    saved: Mapping[str, str],
+    paths: Sequence[str],
+    mesh: jax.sharding.Mesh,
+    *,
+    agree: Agree = _raise,
 ) -> dict[str, jax.Array]:
     """Returns parameters of a checkpoint by path, replicated over the mesh.
 
     They have float32, or their own dtype if that is wider. `saved` is the manifest's `arrays`.
-    Raises ConfigError if the checkpoint is corrupt.
+    Raises ConfigError if the checkpoint is corrupt. For `agree` see `restore`.
     """
     available = saved_params(saved)
     wanted: Params = {}
@@ -232,11 +255,11 @@ def read_replicated(
         for key in reversed(path.split("/")):
             leaf = {key: leaf}
         wanted = trees.merge(wanted, leaf)
-    params, _, _ = restore_params(directory, saved, wanted)
+    params, _, _ = restore_params(directory, saved, wanted, agree=agree)
     return {trees.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
 
 
-def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> Params:
+def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params, agree: Agree) -> Params:
     """Returns the parameters to use: those of the state, or their averages (`state.averages`)."""
     # A schedule-free optimizer keeps `z`, `b1` and `weight_sum` side by side.
     prefixes = [path.removesuffix("/b1") for path in saved if path.endswith("/b1")]
@@ -247,7 +270,7 @@ def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> P
     )
     z = trees.matching(wide, lambda path: f"{prefix}/z/{path}" in saved)  # trained parameters
     if not z:
-        return _read(directory, saved, {"params": wanted})["params"]
+        return _read(directory, saved, {"params": wanted}, agree)["params"]
     mesh = jax.tree.leaves(wanted)[0].sharding.mesh
     b1 = jax.ShapeDtypeStruct(
         (),
@@ -257,7 +280,7 @@ def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params) -> P
     optimizer_state: Any = {"z": z, "b1": b1}
     for name in reversed(prefix.split("/")):
         optimizer_state = {name: optimizer_state}
-    read = _read(directory, saved, {"params": wide, **optimizer_state})
+    read = _read(directory, saved, {"params": wide, **optimizer_state}, agree)
     y = read["params"]
     optimizer_state = read
     for name in prefix.split("/"):
@@ -302,6 +325,8 @@ def _read(directory: Path, saved: Mapping[str, str], wanted: Any, agree: Agree =
             arrays = ocp.PyTreeCheckpointHandler().restore(folder, args=args)
     except (CorruptCheckpoint, TransientError) as error:
         fault = error
+    except OSError as error:  # a run may be removing the files
+        fault = manifest.unreadable(directory, error)
     agree(fault)
     return jax.tree.map(
         lambda new, leaf: new if new.dtype == leaf.dtype else new.astype(leaf.dtype),

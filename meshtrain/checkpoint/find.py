@@ -72,7 +72,7 @@ def newest_valid(
                 is_removed = True
         if not is_removed and (newest or steps(folder) == found_steps):
             return newest, corrupt
-    raise _too_fast(folder)
+    raise too_fast(folder)
 
 
 def was_removed(directory: Path) -> bool:
@@ -80,7 +80,8 @@ def was_removed(directory: Path) -> bool:
     return storage.workdir_at(workdir_of(directory)).was_removed(directory)
 
 
-def _too_fast(folder: Path) -> ConfigError:
+def too_fast(folder: Path) -> ConfigError:
+    """Returns the error of a reader that has looked MAX_LOOKS times."""
     return ConfigError(
         f"{folder}: the run there removes each checkpoint before it is read; "
         f"use a larger checkpoint.keep_last, or wait until the run has ended"
@@ -192,7 +193,7 @@ def read_valid(
                 if isinstance(error, CorruptCheckpoint):
                     raise ConfigError(f"{directory}: {error}; use another checkpoint") from error
                 raise
-    raise _too_fast(path)
+    raise too_fast(path)
 
 
 # ---- which to keep ----

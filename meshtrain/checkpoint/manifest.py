@@ -30,7 +30,7 @@ from typing import Any
 
 from isal import isal_zlib  # CRC-32 at the speed of memory
 
-from meshtrain import console, object_store, storage
+from meshtrain import console, foreign, object_store, storage
 from meshtrain.errors import ConfigError, TransientError
 
 NAME = storage.MANIFEST
@@ -167,7 +167,7 @@ def read(directory: Path) -> Manifest:
         manifest = _parse(data, directory)
     except ConfigError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{NAME} is damaged") from error
     if str(manifest.step) != directory.name:
         raise ConfigError(
@@ -182,9 +182,11 @@ def _read_file(directory: Path) -> bytes:
     path = directory / NAME
     try:
         status = path.lstat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-            raise CorruptCheckpoint(f"{NAME} is not a file, or larger than {MAX_BYTES} bytes")
-        return path.read_bytes()
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpoint(f"{NAME} is not a file")
+        return foreign.read_bytes(path, max_bytes=MAX_BYTES)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"{NAME}: {error}") from None
     except (FileNotFoundError, NotADirectoryError):
         if directory.is_symlink() and not directory.exists():
             raise TransientError(
@@ -202,7 +204,7 @@ def _parse(data: bytes, directory: Path) -> Manifest:
     Raises CorruptCheckpoint for another checksum, ConfigError for another format, and other
     exceptions for damage.
     """
-    record = json.loads(data)
+    record = foreign.parse_json(data)
     # First: another version may also have another checksum.
     number = record.get("format")
     if isinstance(number, int) and not 1 <= number <= FORMAT:
@@ -413,12 +415,18 @@ def _chunk_checksums(directory: Path, arrays: Mapping[str, str]) -> dict[str, di
             name = path.replace("/", ".")  # as Orbax names it
             if f"{name}/{ARRAY_METADATA}" not in keys:
                 raise CorruptCheckpoint(f"arrays/{name} is missing")
-            metadata = json.loads(store[f"{name}/{ARRAY_METADATA}"])
-            kind = f"{tuple(metadata['shape'])} {metadata['data_type']}"
+            try:
+                metadata = foreign.parse_json(store[f"{name}/{ARRAY_METADATA}"])
+                kind = f"{tuple(metadata['shape'])} {metadata['data_type']}"
+                chunk_counts = _chunk_counts(metadata)
+            except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+                raise CorruptCheckpoint(f"arrays/{name}/{ARRAY_METADATA} is damaged") from error
             if kind != expected:
                 raise CorruptCheckpoint(f"arrays/{name} is {kind} instead of {expected}")
             ends[path] = {}
-            for chunk in _chunk_keys(metadata):
+            # A loop that ends at the first missing chunk, whatever number the metadata claims.
+            for index in itertools.product(*map(range, chunk_counts)):
+                chunk = "/".join(("c", *map(str, index)))
                 if f"{name}/{chunk}" not in keys:
                     raise CorruptCheckpoint(f"arrays/{name}/{chunk} is missing")
                 end = slice(-CHUNK_END.size, None)
@@ -455,13 +463,11 @@ def _check_chunks(directory: Path, manifest: Manifest) -> None:
                 raise CorruptCheckpoint(f"arrays/{name}/{chunk} fails its checksum")
 
 
-def _chunk_keys(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the key of each chunk of an array, such as c/0/1, from the metadata of zarr."""
+def _chunk_counts(metadata: Mapping[str, Any]) -> list[int]:
+    """Returns the number of chunks of an array in each dim, from the metadata of zarr."""
     sizes = metadata["shape"]
     lengths = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-    counts = [-(-size // length) for size, length in zip(sizes, lengths, strict=True)]
-    for index in itertools.product(*map(range, counts)):
-        yield "/".join(("c", *map(str, index)))
+    return [-(-size // length) for size, length in zip(sizes, lengths, strict=True)]
 
 
 def _open_arrays(directory: Path) -> list[Any]:

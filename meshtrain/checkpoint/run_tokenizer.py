@@ -7,18 +7,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshtrain import foreign
 from meshtrain.checkpoint.find import workdir_of
 from meshtrain.data import prepared, tokenizer
+from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
 
 FOLDER = "tokenizer"  # in a workdir
 HUGGINGFACE_CONFIG = "huggingface.json"  # the config.json of a folder that was converted
+GENERATION_CONFIG = "generation_config.json"
 
 # Of a Hugging Face folder, besides its weights and config.json.
 FILES = (
     *tokenizer.FILES,
     "tokenizer_config.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -33,6 +36,48 @@ def folders(workdir: Path, config: Mapping[str, Any]) -> list[Path]:
     A workdir written by `meshtrain convert` has the files of the Hugging Face folder itself.
     """
     return [workdir / FOLDER, workdir, *_sources(config)]
+
+
+def imported_config(folders: Iterable[Path]) -> Path | None:
+    """Returns the config.json of the imported model that a run began with; None: of none.
+
+    `folders` are those of `folders`.
+    """
+    files = (folder / HUGGINGFACE_CONFIG for folder in folders)
+    return next(filter(Path.is_file, files), None)
+
+
+def listed_end_tokens(folders: Iterable[Path], used: Tokenizer) -> list[int]:
+    """Returns the ids that a run's files list as the ends of a text; none if no file lists any.
+
+    As in transformers, generation_config.json comes before the config.json of an imported model.
+    `folders` are those of `folders`; ids of another tokenizer than the one in use are left out.
+    """
+    folders = _with_tokenizer(folders, tokenizer.digest(used))
+    if used.file is not None and used.file.parent not in folders:
+        folders.append(used.file.parent)
+    for name in (GENERATION_CONFIG, HUGGINGFACE_CONFIG):
+        for folder in folders:
+            if tokens := _end_tokens_in(folder / name):
+                return tokens
+    return []
+
+
+def _with_tokenizer(folders: Iterable[Path], digest: str) -> list[Path]:
+    """Returns the folders without those that have another tokenizer."""
+    return [folder for folder in folders if tokenizer.digest_of(folder) in ("", digest)]
+
+
+def _end_tokens_in(file: Path) -> list[int]:
+    try:
+        config = foreign.read_json(file)
+        language_model = config.get("text_config") or {}  # of a multimodal model
+        tokens = config.get("eos_token_id", language_model.get("eos_token_id"))
+    except (OSError, ValueError, AttributeError):
+        return []
+    if not isinstance(tokens, list):
+        tokens = [tokens]
+    return [token for token in tokens if type(token) is int and token >= 0]
 
 
 def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None:
@@ -60,7 +105,9 @@ def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None
                 json.dumps({"tokenizer": entry}, indent=2) + "\n", encoding="utf-8"
             )
         if source:
-            copy_files([source, *sources], new, [*named_files, *FILES, HUGGINGFACE_CONFIG])
+            # What belongs to another tokenizer, such as ids of special tokens, is not copied.
+            fitting = _with_tokenizer(sources, tokenizer.digest_of(source))
+            copy_files([source, *fitting], new, [*named_files, *FILES, HUGGINGFACE_CONFIG])
         shutil.rmtree(target, ignore_errors=True)
         new.rename(target)
     except OSError as error:

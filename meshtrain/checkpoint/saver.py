@@ -17,6 +17,7 @@ from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import CheckpointConfig
 from meshtrain.errors import ConfigError, TransientError, first_line
+from meshtrain.object_store import LockLost
 from meshtrain.state import TrainState, bytes_of
 from meshtrain.storage import Workdir
 
@@ -45,8 +46,8 @@ class Saver:
     """Saves the states of a run in the background, one at a time; close it when done.
 
     The outcome of each save goes to `event(name, **fields)`; failures also to `log(text)`. Before a
-    commit `sync()` flushes the rows up to its step to disk. All processes call `restore`, `save`
-    and `finish` together.
+    commit `sync()` flushes the rows up to its step to disk, and `confirm_lock()` raises an error if
+    another run has the workdir. All processes call `restore`, `save` and `finish` together.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class Saver:
         event: Callable[..., None],
         log: Callable[[str], None],
         sync: Callable[[], None],
+        confirm_lock: Callable[[], None],
     ):
         self._workdir = workdir
+        self._confirm_lock = confirm_lock
         self._folder = workdir.folder / find.FOLDER
         self._settings = settings
         self._event = event
@@ -228,11 +231,14 @@ class Saver:
 
     def _quarantine_corrupt(self) -> None:
         try:
+            if self._corrupt:
+                self._confirm_lock()
             for step, why in self._corrupt.items():
                 self._quarantine(step, why)
         except OSError as error:
             raise ConfigError(
-                f"{error.filename}: {error.strerror}; corrupt checkpoints cannot be moved there"
+                f"{error.filename or self._folder}: {error.strerror}; "
+                f"corrupt checkpoints cannot be moved"
             ) from error
 
     def _quarantine(self, step: int, why: str) -> None:
@@ -285,6 +291,7 @@ class Saver:
 
     def _replace_manifest(self, changed: Manifest) -> None:
         directory = self._folder / str(changed.step)
+        self._confirm_lock()
         manifest.write(directory, changed)
         self._workdir.upload(directory / manifest.NAME)
 
@@ -318,9 +325,9 @@ class Saver:
         self._pending = pending
         partial_folder = manifest.partial_folder(self._folder, step)
         try:
-            fault = distributed.broadcast(self._create_partial(step, bytes_of(state)))
+            fault, is_lost = distributed.broadcast(self._create_partial(step, bytes_of(state)))
             if fault:
-                raise OSError(fault)
+                raise LockLost(fault) if is_lost else OSError(fault)
             self._arrays.save(partial_folder / arrays.FOLDER, arrays.fields(state))
         except Exception as error:  # noqa: BLE001  a failed save must not stop the training
             pending.error = error
@@ -332,28 +339,33 @@ class Saver:
         self._thread.start()
         pending.blocked = time.perf_counter() - began
 
-    def _create_partial(self, step: int, size: int) -> str:
-        """Creates the partial folder of a state of `size` bytes; returns an error, or ""."""
+    def _create_partial(self, step: int, size: int) -> tuple[str, bool]:
+        """Creates the partial folder of a state of `size` bytes.
+
+        Returns an error message, or "", and whether another run has the workdir now.
+        """
         if distributed.process_id() > 0:
-            return ""
+            return "", False
         partial_folder = manifest.partial_folder(self._folder, step)
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._confirm_lock()  # otherwise what is there may be another run's
             if os.path.lexists(self._folder / str(step)):
                 # A valid checkpoint of this step would not be written again.
                 self._quarantine(step, "appeared during the run")
-            self._workdir.confirm_lock()  # otherwise the objects may be those of another run
             find.remove(partial_folder)
             partial_folder.mkdir(parents=True, exist_ok=True)
-            return self._space_fault(size)
+            return self._space_fault(size), False
         except OSError as error:
-            return ": ".join(filter(None, (error.strerror, error.filename)))
+            fault = ": ".join(filter(None, (error.strerror, error.filename)))
+            return fault, isinstance(error, LockLost)
 
     def _commit(self, pending: _PendingSave, fields: dict[str, Any]) -> None:
         """Commits a save once all processes have written their arrays; runs in a thread."""
         try:
             self._arrays.wait()
             if distributed.process_id() == 0:
-                self._workdir.confirm_lock()
+                self._confirm_lock()
                 # First the rows, then the checkpoint: a resumed run keeps all rows up to its step.
                 self._sync()
                 pending.manifest = manifest.commit(self._folder, pending.step, **fields)
@@ -388,7 +400,7 @@ class Saver:
             return
         if distributed.process_id() == 0:
             with contextlib.suppress(OSError):  # the next start removes it
-                self._workdir.confirm_lock()
+                self._confirm_lock()
                 find.remove(manifest.partial_folder(self._folder, pending.step))
         if self._last_waits is not None:  # the run has ended
             wait = next(self._last_waits, None)
@@ -404,16 +416,26 @@ class Saver:
         self._log(f"step {pending.step} could not be saved: {why}; {when}")
 
     def finish(self, step: int, state: TrainState, **fields: Any) -> None:
-        """Saves, and waits for the commit; raises ConfigError after LAST_TRIES failures."""
+        """Saves, and waits for the commit.
+
+        Raises ConfigError after LAST_TRIES failures, or if another run has the workdir now.
+        """
         self._wait()  # for a save of the training loop, whose outcome is not one of the last tries
         waits = [2.0**attempt for attempt in range(LAST_TRIES - 1)]
         self._last_waits = iter(waits)
         for wait in (*waits, 0.0):
             self.save(step, state, **fields)
             self._wait()
-            if not distributed.broadcast(self._failures):
+            is_lost = any(isinstance(cause, LockLost) for cause in _causes(self._last_error))
+            failures, is_lost = distributed.broadcast((self._failures, is_lost))
+            if not failures:
                 self._last_waits = None
                 return
+            if is_lost:
+                raise ConfigError(
+                    f"--workdir={self._workdir.name}: step {step} could not be saved: another run "
+                    f"has taken over this workdir; stop one of them, or use another --workdir"
+                )
             time.sleep(wait)
         if _is_of_storage(self._last_error):
             remedy = "make room, or repair the disk or the access to the store, and run again"
@@ -436,9 +458,13 @@ def _is_of_storage(error: BaseException | None) -> bool:
     """Returns whether an error is one of the disk or the store; None, of another process, is."""
     if error is None:
         return True
-    cause = error
-    while cause is not None:  # Orbax raises errors of its own
-        if isinstance(cause, OSError) or STORAGE_ERROR.search(str(cause)):
-            return True
-        cause = cause.__cause__
-    return False
+    return any(
+        isinstance(cause, OSError) or STORAGE_ERROR.search(str(cause)) for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and its causes: Orbax raises errors of its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__

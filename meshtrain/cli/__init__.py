@@ -1,0 +1,3 @@
+from meshtrain import lazy
+
+lazy.load_modules_of(__name__)

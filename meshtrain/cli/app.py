@@ -46,7 +46,8 @@ def command(arguments: list[str]) -> int:
     if first.startswith("-"):
         first, rest = "train", arguments
     if first not in verbs.NAMES:
-        print(f"{first}: unknown verb; use one of {', '.join(verbs.NAMES)}", file=sys.stderr)
+        fault = f"{first}: unknown verb; use one of {', '.join(verbs.NAMES)}"
+        console.say(console.line_of(fault), stream="stderr")
         return EXIT_USER
     return main(first, rest)
 
@@ -62,7 +63,7 @@ def _overview() -> list[str]:
 
 
 def _print_lines(lines: list[str]) -> int:
-    print(*lines, sep="\n")
+    console.say(*lines)
     return 0
 
 
@@ -88,7 +89,8 @@ def _with_complete_output(run: Callable[[], int]) -> int:
     sys.stdout.flush()
     error = console.faults.get("stdout")
     if error and getattr(error, "errno", None) != errno.EPIPE and not code:
-        print(f"stdout: {console.describe(error)}: the output is incomplete", file=sys.stderr)
+        fault = f"stdout: {console.describe(error)}: the output is incomplete"
+        console.say(fault, stream="stderr")
         return EXIT_FAILED
     return code
 
@@ -295,15 +297,16 @@ def report_errors(run: Callable[[], int], verb: str) -> int:
     try:
         code = run()
     except ConfigError as error:
-        print(storage.readable(str(error)), file=sys.stderr)
+        faults = [console.line_of(storage.readable(fault)) for fault in error.faults]
+        console.say(*faults, stream="stderr")
         may_pass = isinstance(error, TransientError) and progress.VARIABLE in os.environ
         code = EXIT_FAILED if may_pass else EXIT_USER
     except Exception as error:
         if fault := environment.jax_variable_fault(error, os.environ):
-            print(fault, file=sys.stderr)
+            console.say(fault, stream="stderr")
             return EXIT_USER
         if fault := memory_fault(error, verb):
-            print(fault, file=sys.stderr)
+            console.say(fault, stream="stderr")
             _exit_if_failed(EXIT_USER, wait_for_others=False)
             return EXIT_USER
         if _num_processes() > 1:

@@ -27,6 +27,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         args.keep_hlo.write_text(result.hlo, encoding="utf-8")
     if args.output:
         args.output.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
-    print(*text.lines(result), sep="\n")
+    console.say(*text.lines(result))
     return 0
 
 

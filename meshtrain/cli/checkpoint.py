@@ -14,7 +14,7 @@ import datetime
 import shutil
 from pathlib import Path
 
-from meshtrain import storage
+from meshtrain import console, storage
 from meshtrain.checkpoint import find, manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.cli.verbs import Verb
@@ -176,7 +176,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     if args.verb == "diff":
         lines, same = differences(*args.paths)
-        print(storage.readable("\n".join(lines)))
+        console.say(*map(storage.readable, lines))
         return 0 if same else 1
     (workdir,) = args.paths
     if not (workdir / find.FOLDER).is_dir():
@@ -190,10 +190,10 @@ def _run(args: argparse.Namespace) -> int:
         from meshtrain.checkpoint import lock
 
         with lock.held(storage.workdir_at(workdir)):
-            print(storage.readable("\n".join(prune(workdir, args))))
+            console.say(*map(storage.readable, prune(workdir, args)))
         return 0
     lines, all_valid = listing(workdir / find.FOLDER)
-    print(storage.readable("\n".join(lines or ["no checkpoint yet"])))
+    console.say(*map(storage.readable, lines or ["no checkpoint yet"]))
     return 0 if all_valid or args.verb == "ls" else 1
 
 

@@ -57,19 +57,22 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         default=[],
         metavar="TOKEN",
         help="stop at this token, its id or its text (default: the tokenizer's end-of-document "
-        "token; with --chat also those that end a reply)",
+        "token and those that generation_config.json lists; with --chat also those that end a "
+        "reply)",
     )
     flags.add_argument(
         "--context",
         type=int,
         metavar="N",
-        help="tokens that the model sees (default: data.seq_len)",
+        help="tokens that the model sees (default: the length of its training rows, data.seq_len; "
+        "of a converted model its own length, model.max_seq_len)",
     )
     flags.add_argument("--tokenizer", metavar="PATH", help="default: the run's tokenizer, or bytes")
     flags.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
-        help="begin each prompt with the begin-of-document token (default: as in the run's data)",
+        help="begin each prompt with the begin-of-document token (default: as in the run's data; "
+        "of a converted model add_bos_token of its tokenizer_config.json)",
     )
 
 

@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError
 
@@ -78,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{folder}: exists already; use a new folder") from error
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; use another folder") from error
-    print(*(f"written {folder / name}" for name in texts), sep="\n")
-    print(f"start with: bash {folder / 'train.sh'}")
+    console.say(*(f"written {folder / name}" for name in texts))
+    console.say(f"start with: bash {folder / 'train.sh'}")
     return 0
 
 

@@ -5,8 +5,10 @@
 After -- come the arguments of `meshtrain train`, or another verb and its arguments. On several
 hosts, run the same command on each one; the rank of a host is read from SLURM, Open MPI, torchrun
 or JAX_* variables, or from --nnodes, --node_rank and --coordinator. With --hosts=a,b,c the command
-starts itself on these hosts with ssh. After a restart the run resumes from its newest valid
-checkpoint. The exit code is the run's; 18 if it hung too often.
+starts itself on these hosts with ssh. Several hosts need the same MESHTRAIN_SECRET in their
+environment, such as one output of `openssl rand -hex 32`; --hosts and launch/slurm.sbatch make one.
+After a restart the run resumes from its newest valid checkpoint. The exit code is the run's; 18 if
+it hung too often.
 """
 
 import argparse
@@ -71,6 +73,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     add("ports", str, "ports of which node 0 uses a free one for the processes", "LOW-HIGH")
     flags.add_argument(
         "--hosts", metavar="A,B,...", help="start the run on these hosts with ssh, from this one"
+    )
+    flags.add_argument(
+        "--insecure",
+        action="store_true",
+        help="let supervisors of several hosts meet without MESHTRAIN_SECRET: anybody who reaches "
+        "the port of node 0 can join the run or end it",
     )
     flags.add_argument(
         "--force",

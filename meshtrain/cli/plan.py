@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
@@ -138,11 +139,11 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         )
     if args.explain is not None:
         best = plan.candidates[0]
-        print(*text.explain_lines(best, report), sep="\n")
+        console.say(*text.explain_lines(best, report))
         if args.svg:
             args.svg.write_text(text.explain_svg(best, report), encoding="utf-8")
     else:
-        print(*text.lines(plan, report, tokens=args.tokens, price=args.price), sep="\n")
+        console.say(*text.lines(plan, report, tokens=args.tokens, price=args.price))
     return 0
 
 

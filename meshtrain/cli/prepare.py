@@ -12,11 +12,11 @@ to resume. The output is the same, byte for byte, for any number of workers.
 
 import argparse
 import os
-import sys
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.data import tokenizer
 from meshtrain.data.prepare import folder, inputs, shards, tokenize, validate
@@ -28,13 +28,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _prepare_or_verify(args)
     except KeyboardInterrupt:
-        print("stopped; the same command resumes after the last finished shard", file=sys.stderr)
+        line = "stopped; the same command resumes after the last finished shard"
+        console.say(line, stream="stderr")
         return EXIT_PREEMPTED
     except BrokenProcessPool:
-        print(
+        console.say(
             "a worker was killed, perhaps because memory ran out; the same command resumes; "
             "if memory ran out, use fewer --num_workers",
-            file=sys.stderr,
+            stream="stderr",
         )
         return EXIT_FAILED
     except OSError as error:
@@ -43,31 +44,41 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare_or_verify(args: argparse.Namespace) -> int:
     if args.verify:
-        print(*validate.validate(args.verify), sep="\n")
+        console.say(*validate.validate(args.verify))
         return 0
     _check_flags(args)
     files, notes = inputs.find_files(args.inputs, args.pattern, args.output, skip_bad=args.skip_bad)
+    eos, bos = args.eos, bool(args.bos)
+    # The texts of tokens that were not chosen by their spelling, as in folders of older versions.
+    named = {}
     if args.train_bpe:
         tokenizer_digest = f"bpe {args.train_bpe}"
     else:
         loaded = tokenizer.load(args.tokenizer)
         notes += loaded.warnings
         tokenizer_digest = tokenizer.digest(loaded)
+        named = loaded.configured
+        if args.bos is None and loaded.adds_bos:
+            bos = True
+            notes.append(
+                f"--tokenizer={args.tokenizer}: each document begins with its token {loaded.bos}, "
+                f"as the tokenizer's files say; --no-bos leaves it out"
+            )
     # All that the output depends on: a folder is resumed only with the same settings.
     settings = {
         "inputs": inputs.fingerprint(files),
         "tokenizer": tokenizer_digest,
-        "eos": args.eos,
-        "bos": args.bos,
+        "eos": eos or named.get("eos_token", ""),
+        "bos": bos and named.get("bos_token", True),
         "field": args.field,
         "separator": args.separator,
         "shard_tokens": args.shard_tokens,
     }
     for note in notes:
-        print(note)
+        console.say(note)
     with closing(shards.Journal(args.output, settings)) as journal:
         if journal.is_done:
-            print(f"{args.output} is already prepared")
+            console.say(f"{args.output} is already prepared")
             return 0
         if args.separator and not journal.shards:
             inputs.check_separator(files, args.separator)
@@ -77,8 +88,8 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
             journal,
             tokenizer_path=args.tokenizer,
             train_bpe=args.train_bpe,
-            eos=args.eos,
-            bos=args.bos,
+            eos=eos,
+            bos=bos,
             field=args.field,
             separator=args.separator,
             shard_tokens=args.shard_tokens,
@@ -126,9 +137,15 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--eos",
         default="",
         metavar="TOKEN",
-        help="token that ends each document (default: detected)",
+        help="token that ends each document (default: the eos_token of the tokenizer's "
+        "tokenizer_config.json, else detected)",
     )
-    add("--bos", action="store_true", help="begin each document with the tokenizer's BOS token")
+    add(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin each document with the tokenizer's BOS token (default: add_bos_token of its "
+        "tokenizer_config.json)",
+    )
     add(
         "--field",
         default="text",

@@ -14,6 +14,7 @@ import argparse
 import re
 from pathlib import Path
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, minimum_faults
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         steps = _steps(args.steps)
     result = profile.profile(cfg, steps=steps, output=args.output)
     if jax.process_index() == 0:
-        print(*text.lines(result, top=args.top), sep="\n")
+        console.say(*text.lines(result, top=args.top))
     return 0
 
 

@@ -15,6 +15,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError
 
@@ -54,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
         _write(args.output, text)
         steps = sum(run.metrics.num_rows for run in runs)
         size = args.output.stat().st_size
-        print(f"written {args.output}: {len(runs)} runs, {steps:,} rows, {size:,} bytes")
+        console.say(f"written {args.output}: {len(runs)} runs, {steps:,} rows, {size:,} bytes")
         return 0
     port = DEFAULT_PORT if args.port is None else args.port
     server, address = serve.server(lambda: page.data_of(runs, args.verdict), port)
-    print(f"open {address}\nCtrl-C ends the server", flush=True)
+    console.say(f"open {address}", "Ctrl-C ends the server")
     with server:
         server.serve_forever()
     return 0

@@ -10,6 +10,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.errors import ConfigError, did_you_mean, minimum_faults, nearest_multiples
 from meshtrain.schedules import SCHEDULES, Table
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         _write(args.output, schedule_drawing.svg(args.schedule, table))
     lines = schedule_drawing.text_lines(table, shutil.get_terminal_size().columns)
-    print(*lines, "", *cost_lines(args.schedule, table), sep="\n")
+    console.say(*lines, "", *cost_lines(args.schedule, table))
     return 0
 
 

@@ -9,9 +9,9 @@ If the workdir has a checkpoint, the run resumes from it.
 """
 
 import argparse
-import sys
 from typing import Any
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import Config
 from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
@@ -52,10 +52,10 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     try:
         result = train(cfg, workdir=args.workdir, from_scratch=args.from_scratch)
     except FloatingPointError as error:
-        print(error, file=sys.stderr)
+        console.say(str(error), stream="stderr")
         return EXIT_NOT_FINITE
     except CorruptState as error:
-        print(error, file=sys.stderr)
+        console.say(str(error), stream="stderr")
         return EXIT_FAILED
     return EXIT_PREEMPTED if result.interrupted else 0
 

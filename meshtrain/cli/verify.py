@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.cluster import limits
 from meshtrain.config.schema import Config
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     failed = sum(result.fault is not None for result in certificate.results)
     failed += len(certificate.broken_laws)
     verdict = f"{failed} FAILED" if failed else passed
-    print(f"{verdict} · {seconds:.0f} s · written to {args.output}/verify.md and .json")
+    console.say(f"{verdict} · {seconds:.0f} s · written to {args.output}/verify.md and .json")
     return EXIT_DIFFERS if failed else 0
 
 

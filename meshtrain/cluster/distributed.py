@@ -40,7 +40,8 @@ def initialize(
     process = environment.process_info(os.environ, (coordinator, num_processes, process_id))
     if process is None:
         return
-    rendezvous.wait_for_all(process, seconds=join_seconds)
+    token = os.environ.get(rendezvous.TOKEN_VARIABLE, "")
+    rendezvous.wait_for_all(process, seconds=join_seconds, token=token)
 
     # On one host, no other host shall reach the coordinator.
     bind_address = None

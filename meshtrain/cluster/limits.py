@@ -109,6 +109,23 @@ def available_memory() -> float:
     return max(0.0, min(free, default=float("inf")))
 
 
+def total_memory() -> float:
+    """Returns the bytes that this machine could give to processes at most, with its swap space.
+
+    Infinite if they are unknown.
+    """
+    totals = [float("inf")]
+    text = _read("/proc/meminfo")
+    if total := re.search(r"MemTotal:\s+(\d+) kB", text):
+        totals.append(float(total[1]) * 1024)
+    for limit_path, _ in CGROUP_FILES:
+        limit = _read(limit_path).strip()
+        if limit.isdecimal():
+            totals.append(float(limit))
+    swap = re.search(r"SwapTotal:\s+(\d+) kB", text)
+    return min(totals) + (float(swap[1]) * 1024 if swap else 0.0)
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")

@@ -1,16 +1,18 @@
 """The progress page of a process: a small file with its phase, step, heartbeat and times.
 
-The supervisor maps the file into memory, so it can read the page of a process that is stuck in
-native code or stopped by a signal. Without a supervisor the clock still measures the time of each
-phase.
+The supervisor reads the file, so it can read the page of a process that is stuck in native code or
+stopped by a signal. Without a supervisor the clock still measures the time of each phase.
 """
 
+import array
 import collections
-import mmap
+import contextlib
+import math
 import os
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -31,33 +33,78 @@ HEARTBEAT_SECONDS = 0.5  # between heartbeats
 MEDIAN_STEPS = 50  # latest steps whose median duration is `step_seconds`
 
 
-class ProgressPage:
-    """float64 numbers by name, in memory or in a file that several processes map."""
+STOP = FIELDS.index("stop_requested")  # the one field that the supervisor writes
+MAX_TIME = 1e10  # seconds; no clock and no run has more
+MAX_STEP = 2**53
 
-    def __init__(self, path: Path | None = None):
-        if path is None:
-            self._numbers = memoryview(bytearray(8 * len(FIELDS))).cast("d")
-            return
-        with open(path, "r+b") as file:
-            self._numbers = memoryview(mmap.mmap(file.fileno(), 8 * len(FIELDS))).cast("d")
+
+class ProgressPage:
+    """float64 numbers by name, in memory or in a file that a process and its supervisor share.
+
+    Each of the two writes its own fields, and reads those of the other. Whatever the file holds,
+    reading it does no harm: what is missing or impossible is ignored, and the last valid value
+    counts. So it is not mapped into memory: a mapped file that is truncated kills who reads it.
+    """
+
+    def __init__(self, path: Path | None = None, *, of_supervisor: bool = False):
+        self._numbers = array.array("d", bytes(8 * len(FIELDS)))
+        self._lock = threading.Lock()  # the heartbeat comes from another thread
+        self._file: int | None = None
+        self._of_supervisor = of_supervisor
+        self.fault = ""  # the first value that was ignored
+        if path is not None:
+            self._file = os.open(path, os.O_RDWR)
+            weakref.finalize(self, os.close, self._file)
+            self._read(range(len(FIELDS)))
 
     @classmethod
     def create(cls, path: Path) -> "ProgressPage":
-        """Creates the file for a process that is about to be started."""
+        """Creates the file of a process to be started, and returns its supervisor's page."""
         path.write_bytes(bytes(8 * len(FIELDS)))
-        page = cls(path)
-        page.start()
-        return page
+        cls(path).start()
+        return cls(path, of_supervisor=True)
 
     def start(self) -> None:
         self["phase_start"] = time.monotonic()
         self["first_step"] = -1
 
     def __getitem__(self, name: str) -> float:
-        return self._numbers[FIELDS.index(name)]
+        number = FIELDS.index(name)
+        if (number == STOP) != self._of_supervisor:
+            self._read([number])
+        return self._numbers[number]
 
     def __setitem__(self, name: str, value: float) -> None:
-        self._numbers[FIELDS.index(name)] = value
+        with self._lock:
+            self._numbers[FIELDS.index(name)] = value
+            if self._of_supervisor:
+                self._write(STOP, STOP + 1)
+            else:
+                # All of them, so that what was damaged is soon repaired.
+                self._write(0, STOP)
+                self._write(STOP + 1, len(FIELDS))
+
+    def _read(self, numbers: Iterable[int]) -> None:
+        """Reads these fields from the file, if there is one."""
+        if self._file is None:
+            return
+        page = b""
+        with contextlib.suppress(OSError):
+            page = os.pread(self._file, 8 * len(FIELDS), 0)
+        values = array.array("d", page[: len(page) // 8 * 8])
+        for number in numbers:
+            name = FIELDS[number]
+            if number >= len(values):
+                self.fault = self.fault or f"{len(page)} of {8 * len(FIELDS)} bytes"
+            elif not _is_possible(name, values[number]):
+                self.fault = self.fault or f"{name}={values[number]}"
+            else:
+                self._numbers[number] = values[number]
+
+    def _write(self, start: int, stop: int) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk must not stop the training
+                os.pwrite(self._file, self._numbers[start:stop].tobytes(), 8 * start)
 
     @property
     def phase(self) -> str:
@@ -68,6 +115,15 @@ class ProgressPage:
         spent = {name: self[name] for name in PHASES}
         spent[self.phase] += time.monotonic() - self["phase_start"]
         return spent
+
+
+def _is_possible(name: str, value: float) -> bool:
+    """Returns whether a process can have written a value."""
+    if name == "phase":
+        return value in range(len(PHASES))
+    if name in ("first_step", "current_step"):
+        return value.is_integer() and -1 <= value < MAX_STEP
+    return math.isfinite(value) and abs(value) < MAX_TIME
 
 
 class Clock:

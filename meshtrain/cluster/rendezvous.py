@@ -1,7 +1,8 @@
 """Waits for all processes before jax joins them: if one is missing, jax aborts the others later.
 
 Process 0 listens on the address that jax will use. Each other process sends it one line of JSON,
-and all get the same answer: a list of faults, empty if all is well.
+and all get the same answer: a list of faults, empty if all is well. Under a supervisor these lines
+are signed with the token of the attempt: without it nobody can take a rank, or answer as process 0.
 """
 
 import contextlib
@@ -23,8 +24,10 @@ from meshtrain.cluster.launchers import (
     MAX_PROCESSES,
     ProcessInfo,
 )
+from meshtrain.cluster.signature import Signer, signer_of_node
 from meshtrain.errors import ConfigError, TransientError
 
+TOKEN_VARIABLE = "MESHTRAIN_TOKEN"  # the supervisor sets it
 RETRY = 0.2  # seconds between attempts to reach process 0
 LOG_EVERY = 10.0  # seconds between log lines that name the missing processes
 ANSWER_TIMEOUT = 5.0  # seconds after the deadline until process 0 must have answered
@@ -32,6 +35,8 @@ MAX_LINE = 1000  # bytes
 
 # Connections that have not sent their line; if there are more, the oldest is closed.
 MAX_PENDING = 100
+HELLO_SECONDS = 10.0  # within which a process sends its line, however slowly
+MAX_REPORTED = 20  # addresses of strangers that are logged
 MAX_ANSWER = 100_000  # bytes
 MAX_WHO = 300  # characters of the name of a process
 MAX_SHOWN = 20  # missing processes
@@ -42,11 +47,11 @@ class RendezvousError(TransientError):
     """A process is missing, or the port is in use: no user's mistake if there is a supervisor."""
 
 
-def wait_for_all(process: ProcessInfo, *, seconds: float) -> None:
+def wait_for_all(process: ProcessInfo, *, seconds: float, token: str = "") -> None:
     """Returns when all processes have connected and agree on their number.
 
-    Raises ConfigError on every process that has connected if others are missing after `seconds`, or
-    if they disagree.
+    With a `token`, those that have another one or none are strangers. Raises ConfigError on every
+    process that has connected if others are missing after `seconds`, or if they disagree.
     """
     deadline = time.monotonic() + seconds
     hello = {
@@ -57,9 +62,9 @@ def wait_for_all(process: ProcessInfo, *, seconds: float) -> None:
     }
     if process.process_id == 0:
         with _listen(process) as server:
-            faults = _serve(server, hello, deadline, process)
+            faults = _serve(server, hello, deadline, process, token)
     else:
-        faults = _connect(process, hello, deadline, seconds)
+        faults = _connect(process, hello, deadline, seconds, token)
     if any(MISSING in fault for fault in faults):
         raise RendezvousError(*faults)
     if faults:
@@ -77,50 +82,106 @@ def _listen(process: ProcessInfo) -> socket.socket:
         ) from error
 
 
+class _Peer:
+    """A connection to process 0, and the part of its line that has arrived."""
+
+    def __init__(self, connection: socket.socket, address: str, token: str):
+        connection.setblocking(False)
+        self.connection = connection
+        self.address = address
+        self.opened_at = time.monotonic()
+        self.line = b""
+        self._signer = Signer(token, is_node_0=True) if token else None
+        if self._signer:
+            with contextlib.suppress(OSError):  # it has already left
+                connection.send(json.dumps(self._signer.greeting).encode() + b"\n")
+
+    def read(self) -> bool:
+        """Reads what has arrived; returns whether that is a line, or the end, or too long."""
+        try:
+            received = self.connection.recv(MAX_LINE)
+        except OSError:
+            received = b""
+        self.line += received
+        return not received or b"\n" in self.line or len(self.line) >= MAX_LINE
+
+    def hello(self) -> dict[str, Any] | None:
+        """Returns the line of a process; None if something else has connected."""
+        line = self.line.removesuffix(b"\n")
+        text = self._signer.checked(line) if self._signer else line
+        return _parse_hello(text) if text else None
+
+    def answer(self, faults: list[str]) -> None:
+        line = json.dumps(faults).encode()
+        if self._signer:
+            line = self._signer.sign(line)
+        with self.connection:
+            self.connection.settimeout(ANSWER_TIMEOUT)
+            with contextlib.suppress(OSError):  # it died in the meantime; the others will notice
+                self.connection.sendall(line + b"\n")
+
+
+class _Strangers:
+    """Closes connections that are not from processes of this run: port scans, health checks."""
+
+    def __init__(self):
+        self._reported: set[str] = set()
+
+    def close(self, peer: _Peer) -> None:
+        peer.connection.close()
+        if peer.address not in self._reported and len(self._reported) < MAX_REPORTED:
+            self._reported.add(peer.address)
+            line = f"{peer.address} is not a process of this run; connection closed"
+            print(line, file=sys.stderr, flush=True)
+
+
 def _serve(
-    server: socket.socket, own: dict[str, Any], deadline: float, process: ProcessInfo
+    server: socket.socket,
+    own: dict[str, Any],
+    deadline: float,
+    process: ProcessInfo,
+    token: str,
 ) -> list[str]:
     """Waits for the others on process 0, checks what they send, and answers all of them."""
     count = process.num_processes
     arrived = {0: own}  # by rank
-    members: list[socket.socket] = []
+    members: list[_Peer] = []
     faults: list[str] = []
-    pending: dict[socket.socket, bytes] = {}  # connections and the part of a line received so far
+    pending: list[_Peer] = []  # the oldest first
+    strangers = _Strangers()
     logged_at = time.monotonic()
     server.setblocking(False)
     with selectors.DefaultSelector() as ready:
         ready.register(server, selectors.EVENT_READ)
 
-        def forget(connection: socket.socket) -> None:
-            ready.unregister(connection)
-            del pending[connection]
+        def forget(peer: _Peer) -> None:
+            ready.unregister(peer.connection)
+            pending.remove(peer)
 
         while len(arrived) < count and not faults and time.monotonic() < deadline:
             for key, _ in ready.select(timeout=min(0.5, max(0, deadline - time.monotonic()))):
-                connection = key.fileobj
-                if connection is server:
-                    connection = _accept(server)
-                    if connection:
-                        pending[connection] = b""
-                        ready.register(connection, selectors.EVENT_READ)
-                elif connection in pending:  # else closed in this round
-                    received = _read(connection)
-                    pending[connection] += received
-                    line = pending[connection]
-                    if received and b"\n" not in line and len(line) < MAX_LINE:
-                        continue  # an incomplete line
-                    forget(connection)
-                    hello = _parse_hello(line)
+                peer = key.data
+                if key.fileobj is server:
+                    peer = _accept(server, token)
+                    if peer:
+                        pending.append(peer)
+                        ready.register(peer.connection, selectors.EVENT_READ, peer)
+                elif peer.read():
+                    forget(peer)
+                    hello = peer.hello()
                     if hello:
                         faults += _hello_faults(hello, arrived, process)
                         arrived.setdefault(hello["id"], hello)
-                        members.append(connection)
+                        members.append(peer)
                     else:
-                        connection.close()  # not a meshtrain process: a port scan, a health check
-                if len(pending) > MAX_PENDING:
-                    oldest = next(iter(pending))
-                    forget(oldest)
-                    oldest.close()
+                        strangers.close(peer)
+            while pending and (
+                len(pending) > MAX_PENDING
+                or time.monotonic() - pending[0].opened_at > HELLO_SECONDS
+            ):
+                oldest = pending[0]
+                forget(oldest)
+                strangers.close(oldest)
             if time.monotonic() - logged_at > LOG_EVERY:
                 logged_at = time.monotonic()
                 missing = _describe_missing(arrived, count)
@@ -132,35 +193,20 @@ def _serve(
         faults = [
             f"{missing}; start those too, or set {name} to the number that you start, now {count}"
         ]
-    _answer(members, faults)
-    for connection in pending:
-        connection.close()
+    for peer in members:
+        peer.answer(faults)
+    for peer in pending:
+        peer.connection.close()
     return faults
 
 
-def _accept(server: socket.socket) -> socket.socket | None:
+def _accept(server: socket.socket, token: str) -> _Peer | None:
     try:
-        connection, _ = server.accept()
+        connection, address = server.accept()
     except OSError:
         time.sleep(0.01)  # for example too many open files: others may be closed in the meantime
         return None
-    connection.setblocking(False)
-    return connection
-
-
-def _answer(members: list[socket.socket], faults: list[str]) -> None:
-    for connection in members:
-        with connection:
-            connection.settimeout(ANSWER_TIMEOUT)
-            with contextlib.suppress(OSError):  # it died in the meantime; the others will notice
-                connection.sendall(json.dumps(faults).encode() + b"\n")
-
-
-def _read(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(MAX_LINE)
-    except OSError:
-        return b""
+    return _Peer(connection, str(address[0]), token)
 
 
 def _parse_hello(line: bytes) -> dict[str, Any] | None:
@@ -207,7 +253,9 @@ def _with_address(process: ProcessInfo) -> str:
     return "" if ours else f", with {JAX_VARIABLES[0]}=HOST:PORT"
 
 
-def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float) -> list[str]:
+def _connect(
+    process: ProcessInfo, hello: dict, deadline: float, seconds: float, token: str
+) -> list[str]:
     """Sends `hello` to process 0 from another process, and returns the answer."""
     logged_at = time.monotonic()
     while True:
@@ -215,9 +263,13 @@ def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float)
             left = max(RETRY, deadline - time.monotonic())
             address = (process.host, process.port)
             with socket.create_connection(address, timeout=left) as connection:
-                connection.sendall(json.dumps(hello).encode() + b"\n")
-                connection.settimeout(left + ANSWER_TIMEOUT)
-                return _read_answer(connection, process)
+                signer = signer_of_node(token, connection)
+                greeting = signer.greeting if signer else {}
+                line = json.dumps({**hello, **greeting}).encode()
+                connection.settimeout(left)
+                connection.sendall((signer.sign(line) if signer else line) + b"\n")
+                line = _read_line(connection, time.monotonic() + left + ANSWER_TIMEOUT)
+                return _parse_answer(line, signer, process)
         except OSError as error:  # process 0 does not listen yet, or its name does not resolve yet
             reason = error.strerror or "no answer in time"
         if time.monotonic() >= deadline:
@@ -233,11 +285,29 @@ def _connect(process: ProcessInfo, hello: dict, deadline: float, seconds: float)
         time.sleep(RETRY)
 
 
-def _read_answer(connection: socket.socket, process: ProcessInfo) -> list[str]:
-    with connection.makefile("rb") as lines:
-        answer = lines.readline(MAX_ANSWER)
-    if not answer:
-        raise ConnectionResetError(0, "it closed the connection")
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    """Returns the answer, up to MAX_ANSWER bytes. Raises OSError if it is not there in time."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MAX_ANSWER:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        received = connection.recv(MAX_ANSWER)
+        if not received:
+            raise ConnectionResetError(0, "it closed the connection")
+        line += received
+    return line
+
+
+def _parse_answer(line: bytes, signer: Signer | None, process: ProcessInfo) -> list[str]:
+    """Returns the faults in an answer. Raises OSError if another than process 0 has signed it."""
+    answer = line.removesuffix(b"\n")
+    if signer:
+        signed = signer.checked(answer)
+        if signed is None:
+            raise ConnectionResetError(0, "another program answers there")
+        answer = signed
     with contextlib.suppress(ValueError, RecursionError):
         faults = json.loads(answer)
         if isinstance(faults, list) and all(isinstance(fault, str) for fault in faults):

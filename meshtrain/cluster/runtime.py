@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from meshtrain import console
 from meshtrain.cluster import distributed, environment, launchers
 from meshtrain.errors import ConfigError, install_command
 
@@ -176,7 +177,7 @@ def _cache_folder() -> Path | None:
         _make_private(folder, others=0)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         reason = getattr(error, "strerror", error)
-        print(f"no compile cache in {folder}: {reason}", file=sys.stderr)
+        console.say(f"no compile cache in {folder}: {reason}", stream="stderr")
         return None
     return folder
 

@@ -13,7 +13,6 @@ the key decides, not that of YAML, for which `on` and `no` are booleans. A list 
 import ast
 import copy
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -26,7 +25,7 @@ import yaml
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from meshtrain import configs, moved
+from meshtrain import configs, foreign, moved
 from meshtrain.config.schema import OWN_MODEL
 from meshtrain.config.suggest import did_you_mean_flag, did_you_mean_key
 from meshtrain.configs import default
@@ -132,8 +131,8 @@ def _without_replacements(config: ConfigDict, overrides: Iterable[str]) -> list[
 def reject_huggingface(folder: Path) -> None:
     """Raises ConfigError if a folder's config.json was written by Hugging Face transformers."""
     try:
-        found = "architectures" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        found = "architectures" in foreign.read_json(folder / "config.json")
+    except (OSError, ValueError):
         return
     if found:
         raise ConfigError(
@@ -226,10 +225,8 @@ def _find(name: str) -> Path | None:
 
 def _read_json(file: Path, trust_code: bool) -> ConfigDict:
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError("it is not an object of sections")
-    except (OSError, ValueError, RecursionError) as error:
+        raw = foreign.read_json(file)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--config={file} cannot be read: {error}") from error
     if not trust_code:
         _reject_foreign_code(file, raw)
@@ -427,7 +424,7 @@ def overlay_of_yaml(file: Path) -> Overlay:
     Raises ConfigError if it cannot be read, or says something twice.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = foreign.read_utf8(file)
         root = yaml.compose(text, Loader=yaml.BaseLoader)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has an alias (*name); write the values out")

@@ -181,13 +181,21 @@ OTHER_FLAGS = {
     "default_root_dir": "--workdir",
     "base_output_directory": "--workdir",
     "run_name": "--workdir",
+    "ckpt_path": "--workdir",
+    "load_dir": "--workdir",
+    "resume": "--workdir",
+    "resume_from": "--workdir",
+    "resume_from_checkpoint": "--workdir",
     "config_file": "--config",
     "nproc_per_node": "--nproc",
     "num_processes_per_node": "--nproc",
     "master_addr": "--coordinator",
     "rdzv_endpoint": "--coordinator",
     "start": "--prompt",
+    "max_gen_len": "--length",
     "max_new_tokens": "--length",
+    "max_tokens": "--length",
+    "n_predict": "--length",
 }
 
 

@@ -311,8 +311,8 @@ def get_config() -> ConfigDict:
     # limit of consecutive steps whose loss or gradient is not finite: each is skipped, and at the
     # limit the run ends with exit code 17
     divergence.max_skips = 25
-    # standard deviations above the running mean beyond which a loss is logged as a spike; inf:
-    # never
+    # standard deviations, each at least 1 % of the mean, above the running mean beyond which a loss
+    # is logged as a spike; never in the first 50 steps; inf: never
     divergence.spike_sigmas = 8.0
     # whether the run, after a spike, returns to the newest checkpoint and skips the data since then
     divergence.rollback = False

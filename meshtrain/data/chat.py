@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtrain import foreign
 from meshtrain.config.rounding import to_12_digits
 from meshtrain.data import chat_template, files, identity, tokens
 from meshtrain.data import tokenizer as tokenizers
@@ -193,6 +194,8 @@ def _load(path: str, paths: tuple[Path, ...], fingerprint: str, tokenizer_path: 
         try:
             _check_keys(template, conversation)
             text, text_spans = render(template, conversation)
+        except ConfigError:
+            raise  # the template's own fault
         except ValueError as error:
             faults.append(f"{place}: {error}")
             continue
@@ -293,7 +296,7 @@ def _report_faults(faults: list[str]) -> None:
 
 def _parse_conversation(line: bytes) -> Conversation:
     """Returns the conversation in a line; raises ValueError that says what is wrong with it."""
-    parsed = inputs.parse_json(line)
+    parsed = foreign.parse_json(line)
     if not isinstance(parsed, dict):
         raise ValueError('is no object; use {"messages": [...]}')
     # Exported tables have a null where a line has no such key.
@@ -441,11 +444,13 @@ def reply_encoder(file: Path) -> Encode:
     Unlike `Tokenizer.encode`, special tokens that are spelled in a text become these tokens, as
     transformers has it for the text of a chat template.
     """
-    model, _ = tokenizers.read_huggingface(file)
+    model, _ = tokenizers.read_model(file)
 
     def encode(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         arrays = []
-        for encoding in model.encode_batch([*texts], add_special_tokens=False):
+        with tokenizers.reporting_faults(file, "fails"):
+            encodings = model.encode_batch([*texts], add_special_tokens=False)
+        for encoding in encodings:
             ids = np.array(encoding.ids, np.int32)
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             arrays.append((ids, offsets))

@@ -1,21 +1,27 @@
 """Chat templates: Jinja templates with which Hugging Face tokenizers write conversations.
 
-Templates are code of whoever made the model, so they run in jinja2's sandbox. The environment is
-that of `transformers.utils.chat_template_utils` (5.24), so that the text is the same, to the byte.
+Templates are code of whoever made the model, so they run in a process of their own, within limits
+of time and memory: template_process.py.
 """
 
 import datetime
 import json
 import re
+import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshtrain import foreign
 from meshtrain.errors import ConfigError, import_optional
 
 FILE = "chat_template.jinja"  # in the folder of a tokenizer; it replaces what CONFIG has
 CONFIG = "tokenizer_config.json"
+SECONDS = 10.0  # of CPU time that a template may take for one text
 
 # Names of a message's reasoning; the first is what templates read.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -46,11 +52,13 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
 
     Raises ConfigError if the folder has none, or a faulty one.
     `render(messages, tools=None, add_generation_prompt=False)` returns the text of a conversation,
-    and raises ValueError with one line if the template rejects it. `now` is the date for templates
+    and raises ValueError with one line if the template rejects it, and ConfigError if the template
+    exceeds the limit of time. `now` is the date for templates
     that write it; None: the current date. With `tools`, JSON schemas of functions, the template
     named tool_use is used if there is one.
     """
-    settings = _read_json(folder / CONFIG)
+    settings = read_config(folder)
+    special = special_tokens(settings)
     sources = _sources(folder, settings)
     used = {name: sources[name] for name in ("default", "tool_use") if name in sources}
     if "default" not in used:
@@ -59,20 +67,12 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
             f"{folder}: has {has}; put a Jinja template into {folder / FILE}, or use the tokenizer "
             f"of a chat model"
         )
-    special = _special_tokens(settings or _read_json(folder / "special_tokens_map.json"))
-    environment, blocks, spans = _environment(now)
-    jinja2 = import_optional("jinja2", "chat")
-    try:
-        templates = {name: environment.from_string(source) for name, source in used.items()}
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"{folder}: its chat template is not valid Jinja: line {error.lineno}: {error.message}"
-        ) from None
+    process = _Process(folder, used, now)
 
     def render(
         messages: Sequence[Message], tools: list | None = None, add_generation_prompt: bool = False
     ) -> Rendered:
-        name = "tool_use" if tools is not None and "tool_use" in templates else "default"
+        name = "tool_use" if tools is not None and "tool_use" in used else "default"
         variables = {
             **special,
             "messages": [_normalized(message) for message in messages],
@@ -80,16 +80,11 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        blocks.clear()
-        spans.clear()
-        try:
-            for block in templates[name].generate(variables):
-                blocks.append(block)
-        # A template may fail in any way on messages that it does not expect.
-        except Exception as error:
-            message = " ".join(f"{error}".split())
-            raise ValueError(f"the chat template rejects it: {message}") from None
-        return Rendered("".join(blocks), list(spans))
+        answer = process.ask({"template": name, "variables": variables})
+        if "fault" in answer:
+            message = " ".join(answer["fault"].split())
+            raise ValueError(f"the chat template rejects it: {message}")
+        return Rendered(answer["text"], [(start, end) for start, end in answer["spans"]])
 
     return ChatTemplate(
         render,
@@ -100,37 +95,44 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
     )
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the tokenizer_config.json of a tokenizer's folder, or the file of an older tokenizer.
+
+    It is {} if there is neither.
+    """
+    return _read_json(folder / CONFIG) or _read_json(folder / "special_tokens_map.json")
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """Returns the object in a file; {} if there is no file."""
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise ValueError("it is not an object")
+        return foreign.read_json(file)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}; copy it again") from None
-    return settings
 
 
 def _sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the templates of a tokenizer by name; a single one is named default."""
-    sources = settings.get("chat_template") or {}
+    sources: Any = settings.get("chat_template") or {}
     if isinstance(sources, str):
         sources = {"default": sources}
     elif isinstance(sources, list):
-        sources = {entry["name"]: entry["template"] for entry in sources if isinstance(entry, dict)}
+        entries = [entry for entry in sources if isinstance(entry, dict)]
+        sources = {str(entry.get("name")): entry.get("template") for entry in entries}
     try:
         if (folder / FILE).is_file():
-            sources = {"default": (folder / FILE).read_text(encoding="utf-8")}
+            sources = {"default": foreign.read_utf8(folder / FILE)}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / FILE}: cannot be read: {error}; copy it again") from None
-    if not all(isinstance(text, str) for text in sources.values()):
+    is_dict = isinstance(sources, dict)
+    if not is_dict or not all(isinstance(text, str) for text in sources.values()):
         raise ConfigError(f"{folder / CONFIG}: chat_template is neither a text nor a list of them")
     return sources
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the special tokens by name (bos_token, ...), which templates read as variables."""
     special = {}
     for name, value in settings.items():
@@ -156,78 +158,47 @@ def _normalized(message: Message) -> dict[str, Any]:
     return normalized
 
 
-def _environment(now: datetime.datetime | None) -> tuple[Any, list[str], list[Span]]:
-    """Returns the Jinja environment, and two lists that a render fills.
+class _Process:
+    """The process that renders the templates of a folder."""
 
-    They are the blocks of its text, and the spans that it marks.
-    """
-    jinja2 = import_optional("jinja2", "chat")
-    sandbox = import_optional("jinja2.sandbox", "chat")
-    extensions = import_optional("jinja2.ext", "chat")
-    blocks: list[str] = []
-    spans: list[Span] = []
-
-    class Generation(extensions.Extension):
-        """The block {% generation %}...{% endgeneration %}."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller):
-            text = caller()
-            start = sum(map(len, blocks))
-            spans.append((start, start + len(text)))
-            return text
-
-    class Namespace(jinja2.utils.Namespace):
-        """`namespace()` without names with an underscore first, which lead out of the sandbox."""
-
-        def __init__(*args, **values):
-            # `self` is not a parameter: a template may use it as a name.
-            self, *mappings = args
-            members: dict[Any, Any] = dict(*mappings, **values)
-            if any(str(name).startswith("_") for name in members):
-                raise jinja2.exceptions.SecurityError("a namespace has a name with an underscore")
-            jinja2.utils.Namespace.__init__(self, members)
-
-        def __setitem__(self, name, value):
-            if str(name).startswith("_"):
-                raise jinja2.exceptions.SecurityError("a namespace has a name with an underscore")
-            super().__setitem__(name, value)
-
-    class Dict:
-        """`dict` without the other attributes of the class, which change dicts."""
-
-        def __call__(self, *args, **values):
-            return dict(*args, **values)
-
-        def fromkeys(self, keys, value=None):
-            return dict.fromkeys(keys, value)
-
-    def raise_exception(message):
-        raise jinja2.exceptions.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
+    def __init__(self, folder: Path, sources: Mapping[str, str], now: datetime.datetime | None):
+        """Starts it; raises ConfigError for a faulty template."""
+        import_optional("jinja2", "chat")
+        self._folder = folder
+        # -P: modules of the script's folder must not stand for others of their name.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", Path(__file__).with_name("template_process.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
+        weakref.finalize(self, _end, self._process)
+        settings = {"sources": sources, "now": now and now.isoformat(), "seconds": SECONDS}
+        answer = self.ask(settings)
+        if "fault" in answer:
+            raise ConfigError(f"{folder}: its chat template is not valid Jinja: {answer['fault']}")
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, extensions.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals.update(
-        raise_exception=raise_exception,
-        strftime_now=lambda form: (now or datetime.datetime.now()).strftime(form),
-        dict=Dict(),
-        namespace=Namespace,
-    )
-    return environment, blocks, spans
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a request; raises ConfigError if the process has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        answer = b""
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except OSError:  # it has ended
+            pass
+        if not answer:
+            code = self._process.wait()
+            if code == -signal.SIGPROF:
+                fault = f"takes more than {SECONDS:.0f} s for one text"
+            else:
+                fault = f"ends its process with exit code {code}"
+            raise ConfigError(f"{self._folder}: its chat template {fault}; repair the template")
+        return json.loads(answer)
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate()

@@ -240,10 +240,9 @@ def _load_raw_file(path: str, dtype: str, vocab_size: int) -> Corpus:
 def _map_file(path: str, dtype: str) -> np.ndarray:
     if path.endswith(".npy"):
         try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            reason = str(error).partition(".")[0]  # without numpy's unsafe advice
-            raise ConfigError(f"data.path={path} is not a .npy file: {reason}") from error
+            tokens = indexed.map_npy(path)
+        except ValueError as error:
+            raise ConfigError(f"data.path={path} is {error}") from error
         # Integers of any size: the tokens of each row are checked when it is read.
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise ConfigError(

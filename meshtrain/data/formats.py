@@ -1,13 +1,14 @@
 """File formats that are neither plain text nor raw tokens: read as such, they would be noise."""
 
 import codecs
-import json
 import shlex
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 from isal import igzip
+
+from meshtrain import foreign
 
 PREPARE = "tokenize it with `meshtrain prepare`, and set data.path to its --output"
 CONVERT = (
@@ -239,6 +240,6 @@ def is_json_object(line: bytes) -> bool:
     if not line.lstrip().startswith(b"{"):
         return False
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
+        return isinstance(foreign.parse_json(line), dict)
+    except ValueError:
         return False

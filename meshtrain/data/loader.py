@@ -85,9 +85,8 @@ class Loader:
         self._global_batch = global_batch
         self._mesh = mesh
         self._rules = rules
-        # The rows of the global batch that this process reads, in order, and their local indices.
+        # The rows of the global batch that this process reads, in order.
         self._sharding, self._rows = local_rows(mesh, rules, global_batch)
-        self._local_index = {int(row): local for local, row in enumerate(self._rows)}
         self._next = position  # first sample that is not being read
         self.num_samples = 0  # of the newest batch, without padding
         self._reader = ThreadPoolExecutor(1, "loader")
@@ -166,7 +165,8 @@ class Loader:
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             # Each device asks for a contiguous slice of the global batch.
             start, stop, _ = index[0].indices(self._global_batch)
-            return rows[self._local_index[start] :][: stop - start, *index[1:]]
+            first = np.searchsorted(self._rows, start)
+            return rows[first:][: stop - start, *index[1:]]
 
         shape = (self._global_batch, *rows.shape[1:])
         return jax.make_array_from_callback(shape, sharding, shard)

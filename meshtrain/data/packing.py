@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from isal import isal_zlib
 
+from meshtrain.data import indexed
 from meshtrain.data.corpus import Corpus, check_ids, concatenate_ranges
 from meshtrain.data.source import Batch, concatenate
 
@@ -66,9 +67,11 @@ def _write_cache(name: str, array: np.ndarray) -> None:
 def _read_cache(name: str) -> Packing | None:
     """Returns the packing in a cache file; None if the file is missing or corrupt."""
     try:
-        numbers = np.asarray(np.load(name, mmap_mode="r", allow_pickle=False))
+        numbers = np.asarray(indexed.map_npy(name))
+        if numbers.ndim != 1 or numbers.dtype != np.int64:
+            return None
         crc, num_rows, num_pieces = numbers[:3]
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError):
         return None
     body = numbers[3:]
     if len(body) != num_rows + 2 * num_pieces or isal_zlib.crc32(body) != crc:

@@ -1,18 +1,20 @@
 """manifest.json of a prepared folder: written last, so a folder that has one is complete."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshtrain import foreign
+from meshtrain.data import indexed
 from meshtrain.errors import ConfigError
 
 MANIFEST = "manifest.json"
 TOKEN_BYTES = "token_bytes.npy"
 JOURNAL = "progress.jsonl"  # of an unfinished folder; see shards.py
 VERSION = 1
+MAX_VOCAB_SIZE = 1 << 27  # the largest of today have 2^18
 KEYS = {"version", "tokenizer", "settings", "dtype", "shards", "documents", "tokens", "text_bytes"}
 
 
@@ -20,11 +22,12 @@ def is_prepared(folder: Path) -> bool:
     """Returns True if `meshtrain prepare` wrote the folder, even if it is not finished."""
     try:
         if (folder / MANIFEST).is_file():
-            return KEYS <= set(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+            return KEYS <= foreign.read_json(folder / MANIFEST).keys()
         if (folder / JOURNAL).is_file():
             with open(folder / JOURNAL, "rb") as file:
-                return set(json.loads(file.readline())) == {"settings"}
-    except (OSError, ValueError, TypeError):  # a file of somebody else with that name
+                first_line = foreign.parse_json(file.readline(foreign.MAX_JSON_BYTES))
+                return isinstance(first_line, dict) and first_line.keys() == {"settings"}
+    except (OSError, ValueError):  # a file of somebody else with that name
         pass
     return False
 
@@ -36,7 +39,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     name = folder / MANIFEST
     try:
-        manifest = json.loads(name.read_text(encoding="utf-8"))
+        manifest = foreign.read_json(name)
         version = manifest["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}; prepare the folder again") from None
@@ -69,21 +72,44 @@ def _listed_sizes(manifest: dict[str, Any]) -> dict[str, int]:
 
     Raises KeyError, TypeError or AttributeError for a corrupt manifest.
     """
-    tokenizer = manifest["tokenizer"]
-    texts = [tokenizer["kind"], tokenizer["sha256"], manifest["dtype"]]
-    numbers = [tokenizer["vocab_size"], tokenizer["eos"], manifest["tokens"]]
+    tokenizer_entry(manifest)
+    texts = [manifest["dtype"]]
+    numbers = [manifest[key] for key in ("documents", "tokens", "text_bytes")]
     sizes = {}
     for shard in manifest["shards"]:
         for kind, file in shard["files"].items():
-            sizes[f"{shard['name']}.{kind}"] = file["size"]
+            name = f"{shard['name']}.{kind}"
+            if not foreign.is_file_name(name):
+                raise TypeError(f"{name!r} is not the name of a file in its folder")
+            sizes[name] = file["size"]
             texts.append(file["sha256"])
         numbers += [shard["tokens"], shard["documents"], shard["text_bytes"]]
     numbers += sizes.values()
-    if not sizes or not all(isinstance(number, int) for number in numbers):
-        raise TypeError("a count is not an integer")
+    if not sizes or not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise TypeError("a count is not an integer of 0 or more")
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a hash is not a text")
     return sizes
+
+
+def tokenizer_entry(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entry of the tokenizer; raises KeyError or TypeError if it is corrupt."""
+    entry = manifest["tokenizer"]
+    texts = (entry["kind"], entry["sha256"])
+    vocab_size = entry["vocab_size"]
+    file = entry["file"]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("the kind or the hash of the tokenizer is not a text")
+    if file is not None and not foreign.is_file_name(file):
+        raise TypeError(f"{file!r} is not the name of a file in its folder")
+    if not isinstance(vocab_size, int) or not 0 < vocab_size <= MAX_VOCAB_SIZE:
+        raise TypeError(f"vocab_size {vocab_size!r} is not from 1 to {MAX_VOCAB_SIZE}")
+    for key in ("eos", "bos"):
+        token = entry[key]
+        is_absent = key == "bos" and token is None
+        if not is_absent and not (isinstance(token, int) and 0 <= token < vocab_size):
+            raise TypeError(f"{key} {token!r} is not a token of the vocabulary")
+    return entry
 
 
 def read_token_bytes(folder: Path, manifest: dict[str, Any]) -> np.ndarray:
@@ -94,12 +120,12 @@ def read_token_bytes(folder: Path, manifest: dict[str, Any]) -> np.ndarray:
     path = folder / TOKEN_BYTES
     vocab_size = manifest["tokenizer"]["vocab_size"]
     try:
-        sizes_V = np.load(path, allow_pickle=False)
-        if sizes_V.shape != (vocab_size,):
-            raise ValueError(f"shape {sizes_V.shape}, not ({vocab_size},)")
-    except (OSError, ValueError, EOFError) as error:
+        sizes_V = indexed.map_npy(path)
+        if sizes_V.shape != (vocab_size,) or sizes_V.dtype.kind not in "iu":
+            raise ValueError(f"{sizes_V.dtype} of shape {sizes_V.shape}, not ({vocab_size},)")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; copy it again") from None
-    return sizes_V
+    return np.array(sizes_V)
 
 
 def write_durably(path: Path, content: str | bytes) -> None:

@@ -1,18 +1,20 @@
 """Tokenizers: UTF-8 bytes, a Hugging Face tokenizer.json, or a SentencePiece model."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshtrain import errors
-from meshtrain.data import files, prepared, split_points
+from meshtrain import errors, foreign
+from meshtrain.data import chat_template, files, prepared, split_points
 from meshtrain.errors import ConfigError
 
 # V vocabulary
@@ -34,13 +36,16 @@ class Tokenizer:
     kind: str  # "bytes", "huggingface" or "sentencepiece"
     vocab_size: int
     eos: int | None  # ends a document
-    bos: int | None  # begins a document, if requested
+    bos: int | None  # begins a document, if `adds_bos` or requested
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
     decode: Callable[[Iterable[int | np.integer]], str]
     token_bytes: Callable[[], np.ndarray]
     # text -> the last index at which a split does not change its tokens; 0: there is none
     last_split_point: Callable[[str], int]
     file: Path | None = None
+    adds_bos: bool = False  # whether its documents, or the texts of its model, begin with `bos`
+    # The texts of `eos` and `bos` that only tokenizer_config.json tells, by its keys.
+    configured: Mapping[str, str] = field(default_factory=dict)
     warnings: Sequence[str] = ()  # lines to log before it tokenizes data
 
     def encode(self, text: str) -> np.ndarray:
@@ -67,8 +72,10 @@ class Tokenizer:
 def load(path: str | Path, eos: str = "") -> Tokenizer:
     """Returns the tokenizer "bytes", or the one in a file or in a folder.
 
-    A folder has one of FILES, or was written by `meshtrain prepare`.
-    `eos` overrides the token that ends documents. Raises ConfigError if there is no such tokenizer.
+    A folder has one of FILES, or was written by `meshtrain prepare`. The tokens that end and begin
+    documents are those of the prepared documents, else those in tokenizer_config.json, else the
+    first with a well-known spelling. `eos` overrides the token that ends documents. Raises
+    ConfigError if there is no such tokenizer.
     """
     if str(path) == "bytes":
         return _with_eos(_bytes(), eos, {})
@@ -88,18 +95,45 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
             raise ConfigError(f"tokenizer {path}: no {' or '.join(names)} in that folder")
         path = existing[0]
     try:
-        with open(path, "rb") as file:
+        with foreign.open_file(path) as file:
             is_json = path.suffix == ".json" or file.read(64).lstrip()[:1] == b"{"
     except OSError as error:
         raise ConfigError(f"tokenizer {path}: {error.strerror}; {accepted}") from None
-    tokenizer = _huggingface(path, eos) if is_json else _sentencepiece(path, eos)
-    if entry and not eos:
-        # The documents of prepared data end with the token that `meshtrain prepare` was given.
-        return dataclasses.replace(tokenizer, eos=entry["eos"])
-    return tokenizer
+    tokenizer, ids = _huggingface(path) if is_json else _sentencepiece(path)
+    tokenizer = _with_config(tokenizer, ids, chat_template.read_config(path.parent))
+    if entry:
+        bos = entry.get("bos")
+        tokenizer = dataclasses.replace(
+            tokenizer,
+            eos=entry["eos"],
+            bos=tokenizer.bos if bos is None else bos,
+            adds_bos=bos is not None,
+        )
+    return _with_eos(tokenizer, eos, ids)
 
 
-def _with_eos(tokenizer: Tokenizer, eos: str, ids: dict[str, int]) -> Tokenizer:
+def _with_config(
+    tokenizer: Tokenizer, ids: Mapping[str, int], config: Mapping[str, Any]
+) -> Tokenizer:
+    """Returns the tokenizer with the special tokens that a tokenizer_config.json names."""
+    named = chat_template.special_tokens(config)
+    eos = ids.get(named.get("eos_token", ""), tokenizer.eos)
+    bos = ids.get(named.get("bos_token", ""), tokenizer.bos)
+    configured = {}
+    if eos != tokenizer.eos:
+        configured["eos_token"] = named["eos_token"]
+    if bos != tokenizer.bos:
+        configured["bos_token"] = named["bos_token"]
+    return dataclasses.replace(
+        tokenizer,
+        eos=eos,
+        bos=bos,
+        adds_bos=bos is not None and config.get("add_bos_token") is True,
+        configured=configured,
+    )
+
+
+def _with_eos(tokenizer: Tokenizer, eos: str, ids: Mapping[str, int]) -> Tokenizer:
     if not eos:
         return tokenizer
     if eos not in ids:
@@ -115,9 +149,14 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (*FILES, prepared.MANIFEST))
 
 
+def is_of_prepared_data(folder: Path) -> bool:
+    """Returns True if `folder` has the tokenizer of prepared data, or a copy of it."""
+    return folder.is_dir() and bool(entry_of(folder))
+
+
 def has_bos(folder: Path) -> bool:
     """Returns True if `folder` is a prepared folder whose documents begin with `bos`."""
-    return folder.is_dir() and entry_of(folder).get("bos") is not None
+    return is_of_prepared_data(folder) and entry_of(folder).get("bos") is not None
 
 
 def digest_of(folder: Path) -> str:
@@ -141,7 +180,8 @@ def digest(tokenizer: Tokenizer) -> str:
 def entry_of(folder: Path) -> dict[str, Any]:
     """Returns the tokenizer's entry in a prepared folder's manifest; {} without a manifest."""
     try:
-        return {**json.loads((folder / prepared.MANIFEST).read_text(encoding="utf-8"))["tokenizer"]}
+        manifest = foreign.read_json(folder / prepared.MANIFEST)
+        return {**prepared.tokenizer_entry(manifest)}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -201,7 +241,8 @@ def _bytes() -> Tokenizer:
 
 # ---- tokenizer.json ----
 
-# The first of these in a tokenizer.json ends documents; --eos selects another token.
+# Without a tokenizer_config.json the first of these in a tokenizer.json ends documents; --eos
+# selects another token.
 EOS_TOKENS = (
     "<|endoftext|>",
     "</s>",
@@ -214,19 +255,66 @@ EOS_TOKENS = (
 BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>")
 
 
-def read_huggingface(path: Path) -> tuple[Any, list[str]]:
+MAX_FILE_BYTES = 1 << 29  # of a tokenizer.json or a SentencePiece model
+MAX_KEPT = 1 << 16  # bytes for stderr
+MAX_GROWTH = 1000  # characters that the replacements of a tokenizer may make of one
+
+
+@contextlib.contextmanager
+def reporting_faults(path: Path, fault: str) -> Iterator[None]:
+    """Raises ConfigError for any error of the package that reads the tokenizer in `path`.
+
+    A panic of Rust is no Exception, and prints a page to stderr before it is raised. So what
+    arrives there during the block is kept, and printed only if there was none.
+    """
+    stderr = os.dup(2)
+    kept = os.memfd_create("stderr")
+    os.dup2(kept, 2)
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"
+        if is_panic:
+            os.ftruncate(kept, 0)
+        elif not isinstance(error, Exception):
+            raise  # Ctrl-C
+        raise ConfigError(f"tokenizer {path} {fault}: {error}") from None
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        with contextlib.suppress(OSError):
+            os.write(2, os.pread(kept, MAX_KEPT, 0))
+        os.close(kept)
+
+
+def read_model(path: Path) -> tuple[Any, list[str]]:
     """Returns the `tokenizers.Tokenizer` in a tokenizer.json, and what was switched off in it.
 
     It encodes a text of any length, and always to the same tokens: without truncation, padding and
-    dropout. Raises ConfigError if the file is no tokenizer.json.
+    dropout. Raises ConfigError if it is damaged, or claims sizes that do not fit that of its file.
     """
     tokenizers = errors.import_optional("tokenizers")
-    try:
-        model = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing more specific
-        raise ConfigError(f"tokenizer {path} is not a tokenizer.json: {error}") from None
-    model.no_truncation()
-    model.no_padding()
+    with reporting_faults(path, "is not a tokenizer.json"):
+        content = foreign.read_bytes(path, max_bytes=MAX_FILE_BYTES)
+        model = tokenizers.Tokenizer.from_buffer(content)
+        model.no_truncation()
+        model.no_padding()
+        growth = _growth(foreign.parse_json(model.to_str().encode()))
+        ids = model.get_vocab(with_added_tokens=True).values()
+    largest = max(ids, default=-1)
+    # A token takes several bytes of the file, and ids count from 0.
+    if not 0 <= largest < len(content):
+        raise ConfigError(
+            f"tokenizer {path}: its largest token id is {largest}, in a file of {len(content)} "
+            f"bytes; download it again"
+        )
+    if growth > MAX_GROWTH:
+        raise ConfigError(
+            f"tokenizer {path}: its replacements may make {growth:,} characters of one; remove "
+            f"some of them"
+        )
     warnings = []
     # BPE dropout leaves out merges at random: other tokens each time a text is encoded.
     dropout = getattr(model.model, "dropout", None)
@@ -239,8 +327,19 @@ def read_huggingface(path: Path) -> tuple[Any, list[str]]:
     return model, warnings
 
 
-def _huggingface(path: Path, eos: str) -> Tokenizer:
-    model, warnings = read_huggingface(path)
+def _growth(tokenizer_json: dict) -> int:
+    """Returns how many characters the replacements of a tokenizer may make of one."""
+    growth = 1
+    for step in split_points.steps(tokenizer_json, "normalizer", "decoder"):
+        if step["type"] == "Replace":
+            replaced = len(step["pattern"].get("String", "")) or 1
+            growth *= max(1, -(-len(step["content"]) // replaced))
+    return growth
+
+
+def _huggingface(path: Path) -> tuple[Tokenizer, dict[str, int]]:
+    """Returns the tokenizer in a tokenizer.json, and the id of each token."""
+    model, warnings = read_model(path)
     tokenizer_json = json.loads(model.to_str())
     model.encode_special_tokens = True
     ids = model.get_vocab(with_added_tokens=True)
@@ -252,12 +351,15 @@ def _huggingface(path: Path, eos: str) -> Tokenizer:
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
         arrays = []
         for group in _group_texts(texts):
-            for encoding in model.encode_batch_fast(group, add_special_tokens=False):
+            with reporting_faults(path, "fails"):
+                encodings = model.encode_batch_fast(group, add_special_tokens=False)
+            for encoding in encodings:
                 arrays.append(np.array(encoding.ids, np.int32))
         return arrays
 
     def decode(tokens: Iterable[int | np.integer]) -> str:
-        return model.decode([int(token) for token in tokens], skip_special_tokens=True)
+        with reporting_faults(path, "fails"):
+            return model.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     can_split = split_points.can_split(tokenizer_json)
     tokenizer = Tokenizer(
@@ -272,7 +374,7 @@ def _huggingface(path: Path, eos: str) -> Tokenizer:
         file=path,
         warnings=warnings,
     )
-    return _with_eos(tokenizer, eos, ids)
+    return tokenizer, ids
 
 
 def _group_texts(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -320,20 +422,22 @@ def _piece_bytes(piece: str) -> int:
 # ---- SentencePiece ----
 
 
-def _sentencepiece(path: Path, eos: str) -> Tokenizer:
+def _sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, int]]:
+    """Returns the tokenizer in a SentencePiece model, and the id of each token."""
     sentencepiece = errors.import_optional("sentencepiece")
-    try:
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except Exception as error:  # the package raises nothing more specific
-        raise ConfigError(f"tokenizer {path} is not a SentencePiece model: {error}") from None
+    with reporting_faults(path, "is not a SentencePiece model"):
+        content = foreign.read_bytes(path, max_bytes=MAX_FILE_BYTES)
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
     size = model.get_piece_size()
     ids = {model.id_to_piece(number): number for number in range(size)}
 
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(model.encode(text), np.int32) for text in texts]
+        with reporting_faults(path, "fails"):
+            return [np.array(model.encode(text), np.int32) for text in texts]
 
     def decode(tokens: Iterable[int | np.integer]) -> str:
-        return model.decode([int(token) for token in tokens])
+        with reporting_faults(path, "fails"):
+            return model.decode([int(token) for token in tokens])
 
     def token_bytes() -> np.ndarray:
         sizes = []
@@ -355,4 +459,4 @@ def _sentencepiece(path: Path, eos: str) -> Tokenizer:
         last_split_point=lambda text: 0,
         file=path,
     )
-    return _with_eos(tokenizer, eos, ids)
+    return tokenizer, ids

@@ -1,10 +1,10 @@
 """Converts between a config.json of transformers and the `model` section of a config."""
 
-import json
 import typing
 from pathlib import Path
 from typing import Any
 
+from meshtrain import foreign
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import rope
@@ -43,10 +43,8 @@ def read(path: Path) -> Config:
     Raises ConfigError if it cannot be read.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
+        config = foreign.read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     text = config.get("text_config")
     family = _multimodal_family(config)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain import console, storage
+from meshtrain import console, foreign, storage
 from meshtrain.checkpoint import arrays, find, manifest, run_tokenizer
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.cluster import distributed, runtime
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{args.target}: {os_error[1].strip()}") from error
         raise
     if distributed.process_id() == 0:
-        print(f"{args.target}: {summary}")
+        console.say(f"{args.target}: {summary}")
     return 0
 
 
@@ -214,8 +214,8 @@ def _export_checkpoint(
         raise ConfigError(f"{directory}: the config in its manifest lacks {error!r}") from error
 
     # A run that began with an imported one has its config.json in the folder of that one.
-    originals = [folder / ORIGINAL for folder in folders if (folder / ORIGINAL).is_file()]
-    original = config_json.read(originals[0]) if originals else None
+    original_file = run_tokenizer.imported_config(folders)
+    original = config_json.read(original_file) if original_file else None
     config = config_json.to_config(section, original)
     family = config_json.family_of(config)
 
@@ -294,12 +294,12 @@ def original_dtypes(workdir: Path) -> dict[str, np.dtype]:
     """Returns the dtypes of the imported tensors that the run stores in another dtype."""
     path = workdir / DTYPES
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))
+        names = foreign.read_json(path)
         known = {str(dtype): dtype for dtype in files.DTYPES.values()}
         return {tensor: known[name] for tensor, name in names.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: is damaged: {error!r}; use --dtype") from error
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from meshtrain import foreign
 from meshtrain.errors import ConfigError
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -76,10 +77,10 @@ def tensors(folder: Path) -> dict[str, Tensor]:
             advice = f"{bin_files[0]} can run code and is never read: save the model as safetensors"
         raise ConfigError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX}; {advice}")
     try:
-        file_of = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        file_of = foreign.read_json(folder / INDEX)["weight_map"]
         if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
             raise ValueError("its weight_map does not name the file of each tensor")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder / INDEX}: is damaged: {error!r}") from error
     outside = [file for file in file_of.values() if Path(file).name != file]
     if outside:
@@ -99,17 +100,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
     Raises ConfigError unless they fill it without gaps or overlaps.
     """
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path}: is not a file")  # a FIFO would block
     try:
-        with open(path, "rb") as file:
+        with foreign.open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError(
                     f"a header of {length} bytes in a file of {size}: truncated, or not safetensors"
                 )
-            entries = json.loads(file.read(length).decode(), object_pairs_hook=_without_duplicates)
+            entries = foreign.parse_json(file.read(length), make_object=_without_duplicates)
         entries.pop("__metadata__", None)
         data_start = 8 + length
         header = {name: _tensor(path, data_start, name, **entry) for name, entry in entries.items()}
@@ -118,7 +117,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{size} bytes instead of {data_start + end}")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (struct.error, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (struct.error, ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{path}: is damaged; download it again: {error}") from error
     return header
 

@@ -137,7 +137,6 @@ def merging(
             load(f"{layer}/{A}").astype(dtype),
             load(f"{layer}/{B}").astype(dtype),
             scale=adapter["alpha"] / adapter["rank"],
-            num_lead=lora_merge.num_lead(path),
         )
         return merged.astype(kernel.dtype)
 

@@ -1,13 +1,13 @@
 """Prompts as messages of a user to a chat model: `meshtrain generate --chat`."""
 
 import contextlib
-import json
-from pathlib import Path
 
 from meshtrain.data import chat, chat_template
 from meshtrain.data.chat_template import ChatTemplate
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
+
+SAID = "Zebra"  # in the example of a reply: a word that no template writes
 
 
 def load(tokenizer: Tokenizer) -> ChatTemplate:
@@ -33,34 +33,22 @@ def encode(tokenizer: Tokenizer, template: ChatTemplate, text: str) -> list[int]
 def end_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
     """Returns the tokens that end a reply.
 
-    These are the tokenizer's end of a document, its `eos_token`, those that generation_config.json
-    lists, and the special token that the template writes after a reply.
+    These are the tokenizer's `eos_token`, and the special token that the template writes after a
+    reply.
     """
     assert tokenizer.file is not None  # the template is from its folder
-    tokens = set(_listed_end_tokens(tokenizer.file.parent / "generation_config.json"))
-    if tokenizer.eos is not None:
-        tokens.add(tokenizer.eos)
+    tokens: set[int] = set()
     encode_texts = chat.reply_encoder(tokenizer.file)
     ((ids, _),) = encode_texts([template.eos_token])
     if len(ids) == 1:
         tokens.update(ids.tolist())
-    # Render an example, and take the first special token of its reply.
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    # Render an example, and take the first special token after what the assistant says.
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
     with contextlib.suppress(ValueError):  # a template that always needs something else
         text, spans = chat.render(template, chat.Conversation(messages))
         ((ids, offsets),) = encode_texts([text])
-        reply = ids[chat.is_inside(offsets, spans)]
-        is_special = tokenizer.token_bytes()[reply] == 0
-        tokens.update(reply[is_special][:1].tolist())
+        end_of_said = text.rindex(SAID) + len(SAID)
+        is_after = chat.is_inside(offsets, spans) & (offsets[:, 0] >= end_of_said)
+        is_special = tokenizer.token_bytes()[ids] == 0
+        tokens.update(ids[is_after & is_special][:1].tolist())
     return sorted(tokens)
-
-
-def _listed_end_tokens(file: Path) -> list[int]:
-    """Returns the end tokens that a generation_config.json lists; none if it cannot be read."""
-    try:
-        tokens = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    if not isinstance(tokens, list):
-        tokens = [tokens]
-    return [token for token in tokens if isinstance(token, int)]

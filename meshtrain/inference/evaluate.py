@@ -55,7 +55,7 @@ def run(cfg: Config, path: Path, *, split: str, global_batch: int | None, max_ba
         max_batches=max_batches,
     )
     if jax.process_index() == 0:
-        print(f"{'data':14}{source.description}", *evaluation.lines(), sep="\n")
+        console.say(f"{'data':14}{source.description}", *evaluation.lines())
     return 0
 
 

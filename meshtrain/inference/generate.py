@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from meshtrain import console
 from meshtrain.checkpoint import find, run_tokenizer
 from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer as tokenizers
@@ -36,17 +37,21 @@ def run(
 ) -> int:
     """Prints the texts of prompts and how the run's model continues them; returns the exit code.
 
-    `path` is the workdir of the run, or one of its checkpoints. `length` tokens are generated, of
-    which the model sees the last `context`; None: data.seq_len. `stop` are tokens that end a text,
-    as ids or texts; empty: the tokenizer's end of a document. `tokenizer_path` None is the run's
-    tokenizer, `bos` None means as in the run's data. With `chat`, a prompt is a message to a chat
-    model, and only its reply is printed.
+    `path` is the workdir of the run, or one of its checkpoints. `length` tokens are generated. The
+    model sees the last `context` tokens; None: see `_own_context`. `stop` are tokens that end a
+    text, as ids or texts; empty: the tokenizer's end of a document, and those that the model's
+    files list. `tokenizer_path` None is the run's tokenizer, `bos` None means as in the run's data.
+    With `chat`, a prompt is a message to a chat model, and only its reply is printed, which ends
+    where the context is full.
     """
-    context = _check_lengths(cfg, length, context)
     workdir = find.workdir_of(path)
     folders = run_tokenizer.folders(workdir, cfg.to_dict())
+    is_imported = run_tokenizer.imported_config(folders) is not None
+    own_context = _own_context(cfg, is_imported=is_imported)
+    context = _check_lengths(cfg, length, own_context if context is None else context)
     model_vocab_size = cfg.model.options.get("vocab_size", 0)
     tokenizer = _load_tokenizer(tokenizer_path, folders, workdir, model_vocab_size)
+    end_tokens = {tokenizer.eos, *run_tokenizer.listed_end_tokens(folders, tokenizer)}
     if chat:
         if bos is not None:
             raise ConfigError(
@@ -54,16 +59,23 @@ def run(
             )
         template = chat_prompts.load(tokenizer)
         encode = functools.partial(chat_prompts.encode, tokenizer, template)
-        end_tokens = chat_prompts.end_tokens(tokenizer, template)
+        end_tokens.update(chat_prompts.end_tokens(tokenizer, template))
     else:
         if bos is None:
-            bos = any(map(tokenizers.has_bos, folders))
+            bos = _begins_with_bos(tokenizer, folders)
         encode = _text_encoder(tokenizer, bos=bos)
-        end_tokens = [tokenizer.eos]
     vocab_size = cfg.model.options.get("vocab_size", tokenizer.vocab_size)
     prompts = [_encode_prompt(encode, text, vocab_size) for text in texts]
     if stop:
-        end_tokens = [_token_id(tokenizer, text) for text in stop]
+        end_tokens = {_token_id(tokenizer, text) for text in stop}
+    notes = _long_prompts(prompts, context, own_context, chat=chat)
+    if chat and notes:  # without the beginning of its template it is no conversation
+        raise ConfigError(*notes)
+    if not chat and not notes:
+        notes = _length_notes(prompts, length, context)
+    if jax.process_index() == 0:
+        for note in notes:
+            console.say(note, stream="stderr")
 
     # Last, since it takes the most time: a fault of a flag is reported before.
     program, params = restore_params(
@@ -80,23 +92,51 @@ def run(
         sampling=dataclasses.replace(sampler, vocab_size=tokenizer.vocab_size),
         stop=end_tokens,
     )
+    full: list[int] = []  # replies that ended because the context was full
+    if chat:
+        steps = _within_context(steps, prompts, context, full)
     if jax.process_index() == 0:
         print_texts(tokenizer, prompts, steps, replies_only=chat)
+        for number in full:
+            console.say(
+                f"reply {number} ends because prompt and reply fill the {context} tokens that the "
+                f"model sees; use a shorter message{_or_context(context + 1, own_context)}",
+                stream="stderr",
+            )
     else:
         for _ in steps:  # every process runs every step
             pass
     return 0
 
 
-def _check_lengths(cfg: Config, length: int, context: int | None) -> int:
-    """Returns the number of tokens that the model sees; raises ConfigError if it cannot."""
+# ---- how many tokens the model sees ----
+
+
+def _own_context(cfg: Config, *, is_imported: bool) -> int | None:
+    """Returns how many tokens a model can see; None: its run does not say.
+
+    An imported model, also if it was trained further, has been trained with max_seq_len tokens
+    before. Any other model knows the length of the rows that it was trained with.
+    """
     model = cfg.model.options
-    max_positions = model["max_seq_len"] if model.get("positions") == "learned" else None
+    seq_len = cfg.data.options.get("seq_len")
+    max_positions = _max_positions(cfg)
+    lengths = [seq_len, model.get("max_seq_len") if is_imported else None]
+    own = max(filter(None, lengths), default=max_positions)
+    return min(own, max_positions) if own and max_positions else own
+
+
+def _max_positions(cfg: Config) -> int | None:
+    """Returns the number of rows of a table of positions; None: there is no table."""
+    model = cfg.model.options
+    return model.get("max_seq_len") if model.get("positions") == "learned" else None
+
+
+def _check_lengths(cfg: Config, length: int, context: int | None) -> int:
+    """Returns `context`; raises ConfigError if the model cannot see as many tokens."""
     if context is None:
-        seq_len = cfg.data.options.get("seq_len", max_positions)
-        if seq_len is None:
-            raise ConfigError("--context: the run's data has no data.seq_len; set --context=N")
-        context = min(seq_len, max_positions or seq_len)
+        raise ConfigError("--context: the run's data has no data.seq_len; set --context=N")
+    max_positions = _max_positions(cfg)
     faults = minimum_faults(1, {"--length": length, "--context": context})
     if max_positions and context > max_positions:
         faults.append(
@@ -106,6 +146,67 @@ def _check_lengths(cfg: Config, length: int, context: int | None) -> int:
     if faults:
         raise ConfigError(*faults)
     return context
+
+
+def _long_prompts(
+    prompts: Sequence[list[int]], context: int, own_context: int | None, *, chat: bool
+) -> list[str]:
+    """Returns a line for each prompt that is longer than `context`."""
+    lines = []
+    for number, ids in enumerate(prompts):
+        size, excess = len(ids), len(ids) - context
+        if excess <= 0:
+            continue
+        if chat:
+            fault = f"it has {size} tokens with the chat template, {excess} more than the {context}"
+            fault += " that the model sees; use a shorter message"
+        else:
+            fault = f"its first {excess} of {size} tokens are dropped: the model sees the last "
+            fault += f"{context}; use a shorter prompt"
+        lines.append(f"prompt {number}: {fault}{_or_context(size, own_context)}")
+    return lines
+
+
+def _or_context(num_tokens: int, own_context: int | None) -> str:
+    """Returns the other way out for a prompt of `num_tokens`, if the model can see as many."""
+    if own_context is None or num_tokens > own_context:
+        return ""
+    return f", or --context={num_tokens}"
+
+
+def _length_notes(prompts: Sequence[list[int]], length: int, context: int) -> list[str]:
+    """Returns a line if texts may become longer than `context`."""
+    longest = max(map(len, prompts))
+    if longest + length <= context:
+        return []
+    newest = sampling.kept_tokens(context)
+    return [
+        f"--length={length}: with the prompt it is more than the {context} tokens that the model "
+        f"sees; a text that reaches them continues with its newest {newest} alone"
+    ]
+
+
+def _within_context(
+    steps: Iterable[Sequence[int | None]],
+    prompts: Sequence[list[int]],
+    context: int,
+    full: list[int],
+) -> Iterator[list[int | None]]:
+    """Yields the tokens of `steps` for which the model has seen the complete prompt.
+
+    A reply beyond them ends, and its number is appended to `full`.
+    """
+    for number, row in enumerate(steps):
+        tokens = list(row)
+        for index, ids in enumerate(prompts):
+            # The model has seen the prompt and the `number` tokens before this one.
+            if tokens[index] is not None and len(ids) + number > context:
+                tokens[index] = None
+                if index not in full:
+                    full.append(index)
+        if all(token is None for token in tokens):
+            return
+        yield tokens
 
 
 def _without_stages(cfg: Config) -> Config:
@@ -147,6 +248,13 @@ def _load_tokenizer(
             f"model.vocab_size={model_vocab_size}; use the model's tokenizer"
         )
     return tokenizer
+
+
+def _begins_with_bos(tokenizer: Tokenizer, folders: Sequence[Path]) -> bool:
+    """Returns whether the run's documents began with bos; of a converted model, its texts."""
+    if any(map(tokenizers.is_of_prepared_data, folders)):
+        return any(map(tokenizers.has_bos, folders))
+    return tokenizer.adds_bos
 
 
 def _text_encoder(tokenizer: Tokenizer, *, bos: bool) -> Callable[[str], list[int]]:
@@ -208,16 +316,16 @@ def print_texts(
     """
     if len(prompts) == 1:
         (ids,) = prompts
-        print("" if replies_only else tokenizer.decode(ids), end="", flush=True)
+        console.say("" if replies_only else tokenizer.decode(ids), end="")
         for text in stream_text(tokenizer, ids, (token for (token,) in steps)):
-            print(text, end="", flush=True)
-        print()
+            console.say(text, end="")
+        console.say("")
         return
     rows = zip(*steps, strict=True)
     for number, (ids, row) in enumerate(zip(prompts, rows, strict=True)):
         new = [token for token in row if token is not None]
         text = tokenizer.decode(new if replies_only else [*ids, *new])
-        print(f"--- {number}\n{text}")
+        console.say(f"--- {number}\n{text}")
 
 
 def stream_text(
@@ -225,15 +333,16 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the text that each token adds to `ids`, up to the first None.
 
-    Incomplete characters are held back. A token is decoded together with earlier ones: some
-    decoders drop a space at the start of the text.
+    Incomplete characters and ends of lines are held back. A token is decoded together with earlier
+    ones: some decoders drop a space at the start of the text.
     """
     ids = list(ids)[-DECODE_CONTEXT:]
     printed = tokenizer.decode(ids)
     for token in itertools.takewhile(lambda token: token is not None, tokens):
         ids.append(token)
         text = tokenizer.decode(ids)
-        if text.endswith("\ufffd"):
+        # Half of a character, or of the end of a line, \r\n.
+        if text.endswith(("\ufffd", "\r")):
             continue
         yield text[len(printed) :]
         ids = ids[-DECODE_CONTEXT:]

@@ -1,7 +1,7 @@
 """Samples tokens autoregressively from a model, with a key/value cache."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,7 +96,7 @@ def generate(
     context: int,
     dtype: str,
     sampling: Sampling,
-    stop: Sequence[int] = (),
+    stop: Collection[int | None] = (),
 ) -> Iterator[list[int | None]]:
     """Yields the next token of each row, up to `length` times.
 
@@ -128,7 +128,7 @@ def generate(
     params = _to_compute_dtype(program, params, dtype)
     number = 0  # tokens generated so far
     num_seen = [min(context, len(row)) for row in rows]  # the last tokens of each row in the cache
-    half = max(1, context // 2)
+    half = kept_tokens(context)
     width = max(num_seen)  # tokens that a new cache begins with, some of them padding
     room = context - width  # tokens that can be added until the context of a row is full
     while number < length and any(is_active):
@@ -169,6 +169,11 @@ def generate(
         # Each width is compiled, so there are two: for full rows alone, and for any rows.
         width = half if max(num_seen) == half else context
         room = context - half
+
+
+def kept_tokens(context: int) -> int:
+    """Returns how many of the newest tokens a row continues with once its context is full."""
+    return max(1, context // 2)
 
 
 def _decode(

@@ -5,13 +5,15 @@ plain functions and dicts, so checkpoints contain no Flax classes, and a step us
 transforms.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
@@ -120,7 +122,7 @@ def check_model(model: Any) -> None:
     """Raises ConfigError if the caller passes something that is not a Model."""
     if not isinstance(model, Model | None):
         raise ConfigError(
-            f"model={type(model).__name__}: make a Model of it with meshtrain.from_nnx or "
+            f"model={name_of(model)}: make a Model of it with meshtrain.from_nnx or "
             "meshtrain.from_linen"
         )
 
@@ -181,6 +183,7 @@ class Functional:
     shapes: Params = None  # the parameters as jax.ShapeDtypeStruct, of an NNX module
     dropouts: tuple[str, ...] = ()  # paths of the dropout layers that are on
     linears: Mapping[str, int] = field(default_factory=dict)  # see `Model.linears`
+    kind: type = object  # class of the module
 
 
 NO_KEYS = (
@@ -198,15 +201,19 @@ class _NoKeys(nnx.RngStream):
         )
 
 
-def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
+def functional(build: Callable[..., nnx.Module], origin: str = "model") -> Functional:
     """Returns `build(rngs) -> nnx.Module` as pure functions.
+
+    `build` may take `rngs` by name only. `origin` says in messages what `build` is.
 
     The `out_sharding` metadata of a parameter (`nnx.with_partitioning`) holds its logical names.
     Arrays that are plain attributes, such as tables and masks, are constants: `build` makes them
-    again wherever the module is used, from the same random key. Raises ConfigError if the module
-    has state other than parameters and random streams, such as BatchNorm's.
+    again wherever the module is used, from the same random key. Raises ConfigError if `build` is no
+    such function, or the module has state other than parameters and random streams, such as
+    BatchNorm's.
     """
-
+    build = _constructor(build, origin)
+    kinds: list[type] = []
     dropouts: list[str] = []
     linears: dict[str, int] = {}
     constant_names: list[tuple] = []
@@ -216,6 +223,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         # axes.
         with nnx.use_eager_sharding(False):
             module = build(nnx.Rngs(key))
+            kinds[:] = [type(module)]
             dropouts[:] = _active_dropouts(module)
             linears.update(lora_layer.linears(module))
             constant_names[:] = _take_constants(module)
@@ -231,15 +239,17 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
             "instead of BatchNorm), and for a constant a plain array"
         )
 
+    shapes = _text_keys(nnx.to_pure_dict(params))
+
     def init(key):
-        return nnx.to_pure_dict(split(key)[1])
+        return _text_keys(nnx.to_pure_dict(split(key)[1]))
 
     def bind(values, *keys):
         """`keys` is empty in a stack, else the key, or None in evaluation."""
         is_stacked, is_evaluation = not keys, keys == (None,)
         values, adapters = lora_layer.take(values)
         state = jax.tree.map(lambda leaf: leaf, params)  # a copy: the next line overwrites it
-        nnx.replace_by_pure_dict(state, {name: values[name] for name in nnx.to_pure_dict(params)})
+        nnx.replace_by_pure_dict(state, {name: values[name] for name in shapes})
         leaves, tree = jax.tree.flatten(streams)
         base = jax.random.key(0) if is_stacked or is_evaluation else keys[0]
         # Each stream needs its own key, or all layers would drop the same units.
@@ -264,8 +274,7 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
 
     names = {}
     for path, variable in nnx.to_flat_state(params):
-        names[path] = variable.get_metadata().get("out_sharding")
-    shapes = nnx.to_pure_dict(params)
+        names[tuple(map(str, path))] = variable.get_metadata().get("out_sharding")
     return Functional(
         init=init,
         axes=_axes_tree(shapes, names),
@@ -273,7 +282,64 @@ def functional(build: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         shapes=shapes,
         dropouts=tuple(dropouts),
         linears=linears,
+        kind=kinds[0],
     )
+
+
+def _constructor(build: Any, origin: str) -> Callable[[nnx.Rngs], nnx.Module]:
+    """Returns `build` as a function of its random streams; see `functional`."""
+    if isinstance(build, nnx.Pytree):
+        raise ConfigError(
+            f"{origin} is a {type(build).__name__} that is made already; pass its class, or a "
+            f"function of rngs that makes it: lambda rngs: {type(build).__name__}(..., rngs=rngs)"
+        )
+    if not callable(build):
+        raise ConfigError(f"{origin} is a {type(build).__name__}; pass a function rngs -> module")
+    name = name_of(build)
+    parameters = _signature(build).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    required = []
+    for parameter in parameters.values():
+        is_any = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_any:
+            required.append(parameter.name)
+    by_name = "rngs" in parameters or kinds == {inspect.Parameter.VAR_KEYWORD}
+    others = [one for one in required if one != "rngs"] if by_name else required[1:]
+    if not parameters or others:
+        fault = f"also needs {', '.join(others)}" if others else "has no parameter rngs"
+        given = [f"{one}=..." for one in others] + ["rngs=rngs"] * by_name
+        arguments = ", ".join(given)
+        raise ConfigError(
+            f"{origin}: {name} {fault}; pass a function of rngs alone: lambda rngs: "
+            f"{name}({arguments})"
+        )
+
+    def construct(rngs: nnx.Rngs) -> nnx.Module:
+        module = build(rngs=rngs) if by_name else build(rngs)
+        if not isinstance(module, nnx.Pytree):
+            raise ConfigError(
+                f"{origin}: {name} returned a {type(module).__name__}, which is no nnx.Module"
+            )
+        return module
+
+    return construct
+
+
+def _text_keys(tree: Any) -> Any:
+    """Returns nested dicts whose keys are texts: those of the parts of a list are numbers."""
+    if not isinstance(tree, Mapping):
+        return tree
+    return {str(key): _text_keys(value) for key, value in tree.items()}
+
+
+def _signature(build: Callable) -> inspect.Signature:
+    """Returns the signature of a function, or of a class, which NNX's metaclass hides."""
+    if isinstance(build, type):
+        return inspect.signature(functools.partial(build.__init__, None))
+    if isinstance(build, functools.partial) and isinstance(build.func, type):
+        init = build.func.__init__
+        return inspect.signature(functools.partial(init, None, *build.args, **build.keywords))
+    return inspect.signature(build)
 
 
 def _take_constants(module: nnx.Module) -> dict[tuple, Any]:
@@ -322,20 +388,55 @@ def stack(block: Functional, num_layers: int) -> tuple[Callable[[jax.Array], Par
     return init, axes
 
 
+def is_linen(build: Any) -> bool:
+    """Returns whether this is a Linen module or the class of one."""
+    return isinstance(build, linen.Module) or (
+        isinstance(build, type) and issubclass(build, linen.Module)
+    )
+
+
+def name_of(build: Any) -> str:
+    """Returns the name of a class or function, or that of the class of an object."""
+    return getattr(build, "__name__", type(build).__name__)
+
+
+def check_loss(loss: Any, origin: str, first: str) -> None:
+    """Raises ConfigError if `loss` cannot be called as loss(`first`, batch)."""
+    if callable(loss):
+        try:
+            inspect.signature(loss).bind(None, None)
+            return
+        except TypeError:
+            pass
+    raise ConfigError(
+        f"{origin}: loss is {name_of(loss)}; pass a function loss({first}, batch) that returns "
+        "meshtrain.weighted(loss of each example)"
+    )
+
+
 def from_nnx(
     build: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[nnx.Module, Any], Metrics]
 ) -> Model:
     """Returns a Model from an NNX module of yours.
 
-    The arguments are `build(rngs) -> module` and `loss(module, batch) -> Metrics`.
+    The arguments are `build(rngs) -> module`, which may be its class, and `loss(module, batch) ->
+    Metrics`. Raises ConfigError for other arguments.
     """
-    pure = functional(build)
+    if is_linen(build):
+        raise ConfigError(f"from_nnx: {name_of(build)} is a Linen module; use meshtrain.from_linen")
+    pure = functional(build, "from_nnx: build")
+    check_loss(loss, "from_nnx", "module")
     return Model(
         init=pure.init,
         axes=pure.axes,
         loss=lambda params, batch, key: loss(pure.bind(params, key), batch),
-        linears=pure.linears,
+        linears=named(pure.linears),
     )
+
+
+def named(linears: Mapping[str, int]) -> dict[str, int]:
+    """Returns `linears` without that of a module which is itself a linear layer, without a path."""
+    return {path: num_in for path, num_in in linears.items() if path}
 
 
 def _is_key(leaf: Any) -> bool:

@@ -27,7 +27,7 @@ def run_blocks(block: Callable, layers: Params, x: Any, batch: Any, unroll: int 
     """Applies the stacked `layers` to `x`, one after the other."""
     num_layers = len(jax.tree.leaves(layers)[0])
     # The largest divisor: a remainder would be compiled as a second loop.
-    unroll = max(n for n in range(1, unroll + 1) if num_layers % n == 0)
+    unroll = max(n for n in range(1, min(unroll, num_layers) + 1) if num_layers % n == 0)
     # On accelerators a partly unrolled loop costs memory: XLA holds what it keeps of a group of
     # layers twice.
     if unroll < num_layers and accelerator.platform() != "cpu":

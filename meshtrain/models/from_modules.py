@@ -1,7 +1,8 @@
 """Models of Linen modules, and stacks of blocks of a user's own modules."""
 
 import contextlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from flax import errors, linen, nnx
 
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics
-from meshtrain.models import base
+from meshtrain.models import base, lora_layer, trees
 from meshtrain.models.base import LAYER_NUMBER_KEY, Functional, Model
 from meshtrain.ops.dropout import at_layer
 
@@ -38,14 +39,18 @@ def from_blocks(
     """
     if num_layers < 1:
         raise ConfigError(f"from_blocks: num_layers={num_layers}: use 1 or more")
-    embedding = _functional(embed, (example,))
+    embedding = _functional("embed", embed, (example,))
     # Blocks and head are called with what the embedding returns.
     inputs = (None,)
     if example is not None:
         inputs = jax.eval_shape(_run_with_initial(embedding), example), example
-    layer = _functional(block, inputs)
-    output = _functional(head, inputs)
+    layer = _functional("block", block, inputs)
+    output = _functional("head", head, inputs)
     init_layers, layer_axes = base.stack(layer, num_layers)
+    linears = {}
+    for name, part in (("embed", embedding), ("layers", layer), ("head", output)):
+        for path, num_in in part.linears.items():
+            linears["/".join(filter(None, (name, path)))] = num_in
 
     def init(key: jax.Array) -> base.Params:
         embed_key, head_key, layers_key = jax.random.split(key, 3)
@@ -66,7 +71,13 @@ def from_blocks(
         return embedding.bind(params["embed"])(batch)
 
     def run_block(params: base.Params, x: Any, batch: Any) -> Any:
-        return layer.bind(params)(x, at_layer(batch, params[LAYER_NUMBER_KEY]))
+        y = layer.bind(params)(x, at_layer(batch, params[LAYER_NUMBER_KEY]))
+        if _kinds(y) != _kinds(x):
+            raise ConfigError(
+                f"from_blocks: the block returned {_kinds(y)} for x of {_kinds(x)}; return "
+                "activations of the same structure, shapes and dtypes"
+            )
+        return y
 
     return Model(
         init=init,
@@ -76,6 +87,7 @@ def from_blocks(
         head=run_head,
         constants={LAYER_NUMBER_KEY: np.arange(num_layers, dtype=np.int32)},
         shards_sequences=shards_sequences,
+        linears=linears,
         row_keys=True,
     )
 
@@ -87,15 +99,39 @@ def from_linen(
 
     `loss(apply, batch) -> Metrics` gets a function `apply(*inputs)` that calls the module.
 
-    `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter.
+    `example` is one input (an array, or a tuple of arrays); only its shape and dtype matter. Raises
+    ConfigError for other arguments.
     """
-    inputs = example if isinstance(example, tuple) else (example,)
-    init, axes = _linen_init(module, *inputs)
+    if not isinstance(module, linen.Module):
+        name = base.name_of(module)
+        way_out = "use meshtrain.from_nnx, or pass a Linen module"
+        if base.is_linen(module):
+            way_out = f"pass a module: {name}(...)"
+        raise ConfigError(f"from_linen: module is {name}, which is no Linen module; {way_out}")
+    base.check_loss(loss, "from_linen", "apply")
+    _check_example(example)
+    # A NamedTuple, such as a meshtrain.Batch, is one input.
+    has_fields = hasattr(example, "_fields")
+    inputs = example if isinstance(example, tuple) and not has_fields else (example,)
+    try:
+        init, axes, linears = _linen_init(module, *inputs)
+    except Exception as error:
+        # Few modules have a batch as their input. If one has, the error is its own.
+        if isinstance(error, ConfigError) or not (isinstance(example, Mapping) or has_fields):
+            raise
+        way_out = f"batch.{example._fields[0]}" if has_fields else f"batch[{next(iter(example))!r}]"
+        raise ConfigError(
+            f"from_linen: example={type(example).__name__}: {type(module).__name__} fails with a "
+            f"batch as its input; pass one like what the loss passes to apply, such as {way_out}"
+        ) from error
 
     def run(params, batch, key):
+        own, adapters = lora_layer.take(params)
+
         def apply(*inputs, **options):
             rngs = {} if key is None else {"dropout": key}
-            return module.apply({"params": params}, *inputs, rngs=rngs, **options)
+            with lora_layer.attached_to_linen(adapters):
+                return module.apply({"params": own}, *inputs, rngs=rngs, **options)
 
         dropout = contextlib.nullcontext()
         if key is None:
@@ -109,15 +145,30 @@ def from_linen(
                 "'dropout', none in evaluation, where linen.Dropout is off"
             ) from error
 
-    return Model(init, axes, loss=run)
+    return Model(init, axes, loss=run, linears=base.named(linears))
+
+
+def _check_example(example: Any) -> None:
+    """Raises ConfigError if an example input holds something else than numbers."""
+    leaves = jax.tree.leaves(example)
+    dtypes = [getattr(leaf, "dtype", np.asarray(leaf).dtype) for leaf in leaves]
+    if not leaves or any(getattr(dtype, "kind", "") in TEXTS_AND_OBJECTS for dtype in dtypes):
+        raise ConfigError(
+            f"from_linen: example={type(example).__name__}: pass an array like the input of the "
+            "module, or a tuple of arrays if it has several"
+        )
+
+
+TEXTS_AND_OBJECTS = ("U", "S", "O")  # kinds of numpy's dtypes
 
 
 def _linen_init(
     module: linen.Module, *example: Any
-) -> tuple[Callable[[jax.Array], base.Params], base.Axes]:
-    """Returns init and axes of a Linen module for inputs of these shapes, pytrees of arrays.
+) -> tuple[Callable[[jax.Array], base.Params], base.Axes, dict[str, int]]:
+    """Returns init, axes and `Model.linears` of a Linen module for inputs of these shapes.
 
-    Raises ConfigError if the module has other variables than parameters, such as BatchNorm's.
+    The inputs are pytrees of arrays. Raises ConfigError if the module has other variables than
+    parameters, such as BatchNorm's.
     """
 
     def variables(key):
@@ -126,7 +177,9 @@ def _linen_init(
         with jax.sharding.use_abstract_mesh(NO_MESH):
             return module.init({"params": key, "dropout": key}, *zeros)
 
-    boxed = jax.eval_shape(variables, jax.random.key(0))
+    called: dict[str, tuple[int, int]] = {}
+    with lora_layer.finding_linen_layers(called):
+        boxed = jax.eval_shape(variables, jax.random.key(0))
     for collection in boxed.keys() - {"params"}:
         raise ConfigError(
             f"model state {collection!r}: meshtrain trains parameters only; use a layer without "
@@ -137,10 +190,17 @@ def _linen_init(
     names = {path: tuple(spec) or None for path, spec in jax.tree.leaves_with_path(specs)}
     axes = jax.tree.map_with_path(lambda path, leaf: names[path] or (None,) * leaf.ndim, shapes)
 
+    ndims = {trees.name_of(path): leaf.ndim for path, leaf in jax.tree.leaves_with_path(shapes)}
+    linears = {}
+    for path, (num_in, num_out) in called.items():
+        # Kernels that `linen.scan` or `linen.vmap` stacked have a dim more.
+        if ndims.get(f"{path}/kernel".lstrip("/")) == num_in + num_out:
+            linears[path] = num_in
+
     def init(key):
         return _unboxed(variables(key)).get("params", {})
 
-    return init, axes
+    return init, axes, linears
 
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
@@ -156,26 +216,65 @@ def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) ->
     return args[0] if isinstance(context.module, linen.Dropout) else run(*args, **options)
 
 
-def _functional(part: Part, inputs: tuple) -> Functional:
-    """Returns a part as pure functions.
+def _kinds(x: Any) -> Any:
+    """Returns dtype and shape of each activation, to compare them and for messages."""
+
+    def kind(leaf):
+        sizes = ", ".join(map(str, jax.numpy.shape(leaf)))
+        return f"{jax.numpy.result_type(leaf)}[{sizes}]"
+
+    return jax.tree.map(kind, x)
+
+
+def _functional(name: str, part: Part, inputs: tuple) -> Functional:
+    """Returns the part `name` as pure functions.
 
     `inputs` are the arguments of its calls, from which a Linen module gets its shapes.
     """
-    if not isinstance(part, linen.Module):
-        return base.functional(part)
+    if isinstance(part, linen.Module):
+        _check_call(name, type(part))
+        return _functional_of_linen(part, inputs)
+    if base.is_linen(part):
+        raise ConfigError(
+            f"from_blocks: {name} is a class of Linen modules; pass a module: "
+            f"{name}={base.name_of(part)}(...)"
+        )
+    pure = base.functional(part, f"from_blocks: {name}")
+    _check_call(name, pure.kind)
+    return pure
+
+
+ARGUMENTS = {"embed": ("batch",), "block": ("x", "batch"), "head": ("x", "batch")}
+
+
+def _check_call(name: str, kind: type) -> None:
+    """Raises ConfigError if modules of this class cannot be called as the part `name` is."""
+    arguments = ARGUMENTS[name]
+    try:
+        inspect.signature(kind.__call__).bind(None, *arguments)
+    except TypeError as error:
+        call = f"{name}({', '.join(arguments)})"
+        message = f"from_blocks: {kind.__name__} cannot be called as {call}: {error}"
+        raise ConfigError(message) from error
+
+
+def _functional_of_linen(part: linen.Module, inputs: tuple) -> Functional:
+    """Returns a Linen module as pure functions; see `_functional`."""
     if inputs[-1] is None:
         raise ConfigError(
             f"from_blocks: {type(part).__name__} is a Linen module, whose parameters have the "
             "shapes of its first call; pass example=BATCH"
         )
-    init, axes = _linen_init(part, *inputs)
+    init, axes, linears = _linen_init(part, *inputs)
 
     def bind(params: base.Params) -> Callable:
+        params, adapters = lora_layer.take(params)
         own = {name: tree for name, tree in params.items() if name in axes}
 
         def run(*args: Any) -> Any:
             try:
-                return part.apply({"params": own}, *args)
+                with lora_layer.attached_to_linen(adapters):
+                    return part.apply({"params": own}, *args)
             except errors.InvalidRngError as error:
                 raise ConfigError(
                     f"model: {type(part).__name__} draws random numbers, and {base.NO_KEYS}"
@@ -183,7 +282,7 @@ def _functional(part: Part, inputs: tuple) -> Functional:
 
         return run
 
-    return Functional(init, axes, bind)
+    return Functional(init, axes, bind, linears=linears, kind=type(part))
 
 
 def _run_with_initial(part: Functional) -> Callable:

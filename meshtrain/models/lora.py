@@ -12,6 +12,7 @@ import numpy as np
 
 from meshtrain.config.schema import AdapterConfig, Config
 from meshtrain.errors import ConfigError, did_you_mean, minimum_faults
+from meshtrain.metrics import Metrics
 from meshtrain.models import lora_layer, trees
 from meshtrain.models.base import (
     FIRST_LAYERS_KEY,
@@ -23,7 +24,7 @@ from meshtrain.models.base import (
 )
 from meshtrain.models.layers import normal_initializer
 from meshtrain.models.lora_layer import DROP, A, B
-from meshtrain.models.lora_merge import KERNEL, num_lead
+from meshtrain.models.lora_merge import KERNEL
 from meshtrain.ops import dropout as masks
 
 FIRST_SITE = 2**16  # of the masks of an adapter, see ops/dropout.py; those of models are smaller
@@ -120,25 +121,38 @@ def _with_dropout(model: Model, layers: Sequence[str], rate: float) -> Model:
             "adapter.dropout=0"
         )
 
-    def with_drop(layer: Params, prefix: str, batch: Any) -> Params:
+    # The first name in the paths of layers outside the stack, which run once.
+    outer_names = {path.split("/")[0] for path in layers} - {"layers", FIRST_LAYERS_KEY}
+
+    def with_drop(part: Params, name: str, batch: Any) -> Params:
+        """Returns `part`, the parameters at the path `name`, with the dropout of its layers."""
         keys_BW = masks.row_keys(batch)
         if keys_BW is None:  # evaluation and generation
-            return layer
+            return part
+        tree = trees.nested(name, part)
         for number, path in enumerate(layers):
-            if path.startswith(prefix):
+            if path == name or path.startswith(f"{name}/"):
                 drop = jax.tree_util.Partial(partial(_drop, rate, FIRST_SITE + number), keys_BW)
-                layer = trees.merge(layer, trees.nested(path.removeprefix(prefix), {DROP: drop}))
-        return layer
+                tree = trees.merge(tree, trees.nested(path, {DROP: drop}))
+        return trees.leaf(tree, name)
+
+    def with_outer_drop(params: Params, batch: Any) -> Params:
+        outer = {name: with_drop(params[name], name, batch) for name in outer_names}
+        return {**params, **outer}
 
     def block(layer: Params, x: Any, batch: Any) -> Any:
         layer_batch = masks.at_layer(batch, layer[LAYER_NUMBER_KEY])
-        return model.block(with_drop(layer, "layers/", layer_batch), x, batch)
+        return model.block(with_drop(layer, "layers", layer_batch), x, batch)
+
+    def head(params: Params, x: Any, batch: Any) -> Metrics:
+        return model.head(with_outer_drop(params, batch), x, batch)
 
     def embed(params: Params, batch: Any) -> Any:
+        params = with_outer_drop(params, batch)
         for number in params.get(FIRST_LAYERS_KEY, {}):
             name = f"{FIRST_LAYERS_KEY}/{number}"
             layer_batch = masks.at_layer(batch, int(number))
-            layer = with_drop(trees.leaf(params, name), f"{name}/", layer_batch)
+            layer = with_drop(trees.leaf(params, name), name, layer_batch)
             params = trees.merge(params, trees.nested(name, layer))
         return model.embed(params, batch)
 
@@ -146,7 +160,14 @@ def _with_dropout(model: Model, layers: Sequence[str], rate: float) -> Model:
     num_first = len(shapes.get(FIRST_LAYERS_KEY, {}))
     numbers = num_first + np.arange(len(jax.tree.leaves(shapes["layers"])[0]), dtype=np.int32)
     constants = {LAYER_NUMBER_KEY: numbers, **model.constants}
-    return dataclasses.replace(model, block=block, embed=embed, constants=constants, row_keys=True)
+    return dataclasses.replace(
+        model,
+        block=block,
+        embed=embed,
+        head=head,
+        constants=constants,
+        row_keys=True,
+    )
 
 
 def _drop(rate: float, site: int, keys_BW: jax.Array, x: jax.Array) -> jax.Array:
@@ -202,6 +223,12 @@ def _with_frozen_bias(model: Model) -> Model:
 
 def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
     """Returns the paths of the linear layers that match a pattern."""
+    if not model.linears:
+        raise ConfigError(
+            f"adapter.targets={','.join(targets)}: the model has no layer that an adapter can "
+            "change: nnx.Linear, nnx.LinearGeneral, linen.Dense or linen.DenseGeneral; use "
+            "adapter.rank=0, and train.trainable to train a part of the model"
+        )
     paths: set[str] = set()
     faults = []
     for pattern in targets:
@@ -210,7 +237,7 @@ def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
             faults.append(
                 f"adapter.targets={pattern!r}: no linear layer has such a "
                 f"path{did_you_mean(pattern, model.linears)}; there are "
-                f"{', '.join(model.linears) or 'none'}"
+                f"{', '.join(model.linears)}"
             )
         paths |= {*matches}
     if faults:
@@ -221,7 +248,8 @@ def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
 def _factor_shapes(model: Model, path: str, rank: int) -> tuple[tuple, tuple, int]:
     """Returns the shapes of A and B, and the number of inputs of a linear layer."""
     kernel = trees.leaf(jax.eval_shape(model.init, jax.random.key(0)), path + KERNEL).shape
-    lead, dims = kernel[: num_lead(path)], kernel[num_lead(path) :]
+    num_lead = _num_lead(model, path)
+    lead, dims = kernel[:num_lead], kernel[num_lead:]
     into, out = dims[: model.linears[path]], dims[model.linears[path] :]
     return (*lead, *into, rank), (*lead, rank, *out), math.prod(into)
 
@@ -229,9 +257,16 @@ def _factor_shapes(model: Model, path: str, rank: int) -> tuple[tuple, tuple, in
 def _factor_axes(model: Model, path: str) -> dict[str, tuple]:
     """Returns the logical names of the dims of A and B of a linear layer."""
     names = trees.leaf(model.axes, path + KERNEL)
-    lead, dims = names[: num_lead(path)], names[num_lead(path) :]
+    num_lead = _num_lead(model, path)
+    lead, dims = names[:num_lead], names[num_lead:]
     into, out = dims[: model.linears[path]], dims[model.linears[path] :]
     return {A: (*lead, *into, None), B: (*lead, None, *out)}
+
+
+def _num_lead(model: Model, path: str) -> int:
+    """Returns the number of leading dims of a linear layer's parameters: 1 in the stack, else 0."""
+    is_stacked = model.block is not None and path.split("/")[0] == "layers"
+    return 1 if is_stacked else 0
 
 
 def _scaled(function: Callable, scale: float) -> Callable:

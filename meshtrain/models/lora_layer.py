@@ -4,13 +4,14 @@ A and B are parameters next to the kernel W. The layer itself applies them, so n
 computed.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 
 # Names of the parameters: A (*dims of the input, rank), B (rank, *dims of the output).
 A, B = "lora_a", "lora_b"
@@ -32,20 +33,6 @@ def adapted_layers(paths: Iterable[str]) -> list[str]:
     return [path.removesuffix(end) for path in paths if path.endswith(end)]
 
 
-def linears(module: nnx.Module) -> dict[str, int]:
-    """Returns the paths of a module's linear layers, each with the number of dims of its input.
-
-    Layers with a batch dim in their kernel, such as those that `nnx.vmap` stacked, are left out.
-    """
-    linears = {}
-    for path, layer in nnx.iter_modules(module):
-        if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
-            num_in = np.size(layer.in_features)
-            if layer.kernel.ndim == num_in + np.size(layer.out_features):
-                linears["/".join(map(str, path))] = num_in
-    return linears
-
-
 def take(values: Any) -> tuple[Any, dict[tuple, Factors]]:
     """Splits the parameters into those without A and B, and A, B and A's dropout by layer."""
     if not isinstance(values, Mapping):
@@ -61,14 +48,32 @@ def take(values: Any) -> tuple[Any, dict[tuple, Factors]]:
     return rest, adapters
 
 
+# ---- the layers of NNX modules ----
+
+
+def linears(module: nnx.Module) -> dict[str, int]:
+    """Returns the paths of a module's linear layers, each with the number of dims of its input.
+
+    Layers with a batch dim in their kernel, such as those that `nnx.vmap` stacked, are left out.
+    """
+    linears = {}
+    for path, layer in nnx.iter_modules(module):
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
+            num_in = np.size(layer.in_features)
+            if layer.kernel.ndim == num_in + np.size(layer.out_features):
+                linears["/".join(map(str, path))] = num_in
+    return linears
+
+
 def attach(module: nnx.Module, adapters: Mapping[tuple, Factors]) -> None:
     """Makes the linear layers of a module, by path, add (x A) B."""
     if not adapters:
         return
     for path, layer in nnx.iter_modules(module):
-        if path in adapters:
+        factors = adapters.get(tuple(map(str, path)))
+        if factors is not None:
             plain = layer.dot_general or jax.lax.dot_general
-            layer.dot_general = functools.partial(_dot_general, plain, adapters[path])
+            layer.dot_general = functools.partial(_dot_general, plain, factors)
 
 
 def _dot_general(plain: Callable, factors: Factors, x, kernel, dimension_numbers, **options):
@@ -78,3 +83,47 @@ def _dot_general(plain: Callable, factors: Factors, x, kernel, dimension_numbers
     inner = plain(drop(x), a, dimension_numbers, **options)
     over_rank = ((inner.ndim - 1,), (0,)), batch_dims
     return plain(x, kernel, dimension_numbers, **options) + plain(inner, b, over_rank, **options)
+
+
+# ---- the layers of Linen modules ----
+
+
+def finding_linen_layers(found: dict[str, tuple[int, int]]) -> contextlib.AbstractContextManager:
+    """Returns the context in which Linen's linear layers are added to `found` when they are called.
+
+    `found` has the numbers of dims of their input and output, by path.
+    """
+
+    def find(run: Callable, args: tuple, options: dict, context: Any) -> Any:
+        layer = context.module
+        if isinstance(layer, linen.Dense):
+            found["/".join(layer.path)] = 1, 1
+        elif isinstance(layer, linen.DenseGeneral) and not np.size(layer.batch_dims):
+            found["/".join(layer.path)] = np.size(layer.axis), np.size(layer.features)
+        return run(*args, **options)
+
+    return linen.intercept_methods(find)
+
+
+def attached_to_linen(adapters: Mapping[tuple, Factors]) -> contextlib.AbstractContextManager:
+    """Returns the context in which Linen's linear layers, by path, add (x A) B."""
+    if not adapters:
+        return contextlib.nullcontext()
+
+    def add_update(run: Callable, args: tuple, options: dict, context: Any) -> Any:
+        y = run(*args, **options)
+        layer = context.module
+        factors = adapters.get(layer.path)
+        if factors is None or context.method_name != "__call__":
+            return y
+        (x,) = args
+        a, b, drop = factors
+        axes = getattr(layer, "axis", -1)
+        dims = tuple(axis % x.ndim for axis in (axes if isinstance(axes, tuple) else (axes,)))
+        x, a, b = (leaf.astype(y.dtype) for leaf in (drop(x), a, b))
+        over_input = (dims, tuple(range(len(dims)))), ((), ())
+        inner = jax.lax.dot_general(x, a, over_input, precision=layer.precision)
+        over_rank = ((inner.ndim - 1,), (0,)), ((), ())
+        return y + jax.lax.dot_general(inner, b, over_rank, precision=layer.precision)
+
+    return linen.intercept_methods(add_update)

@@ -11,12 +11,9 @@ from meshtrain.models.lora_layer import A, B
 KERNEL = "/kernel"  # of a linear layer
 
 
-def merged(kernel: Any, a: Any, b: Any, *, scale: float, num_lead: int) -> Any:
-    """Returns the numpy array W + scale A B.
-
-    W, A and B have `num_lead` leading dims of layers in common.
-    """
-    lead, rank = kernel.shape[:num_lead], b.shape[num_lead]
+def merged(kernel: Any, a: Any, b: Any, *, scale: float) -> Any:
+    """Returns the numpy array W + scale A B."""
+    lead, rank = kernel.shape[: num_lead(kernel, a, b)], a.shape[-1]
     product = a.reshape(*lead, -1, rank) @ b.reshape(*lead, rank, -1)
     return kernel + scale * product.reshape(kernel.shape)
 
@@ -37,7 +34,7 @@ def add_updates(
             wide = jax.numpy.promote_types(kernel.dtype, jax.numpy.float32)
             a = factors[f"{layer}/{A}"]
             b = factors[f"{layer}/{B}"]
-            stacked = tuple(range(num_lead(layer)))
+            stacked = tuple(range(num_lead(kernel, a, b)))
             # No dims are merged: each device computes its shard of the product.
             product = jax.lax.dot_general(
                 a,
@@ -57,6 +54,9 @@ def add_updates(
     return params
 
 
-def num_lead(path: str) -> int:
-    """Returns the number of leading dims of a linear layer's parameters: 1 in the stack, else 0."""
-    return 1 if path.startswith("layers/") else 0
+def num_lead(kernel: Any, a: Any, b: Any) -> int:
+    """Returns the number of leading dims, those of stacked layers, that W, A and B have in common.
+
+    A has the dims of the input besides and the rank, B the rank and the dims of the output.
+    """
+    return a.ndim + b.ndim - 2 - kernel.ndim

@@ -69,6 +69,7 @@ class LossMonitor:
         self._rollbacks = statistics.get("rollbacks", 0)
         self._rolled_back_to = statistics.get("rollback_step", -1)
         self.spike: int | None = None  # step of a spike to roll back
+        self._spike_metrics: Mapping[str, Any] = {}  # of that step
         # The step that was one skip too many, its metrics, and the skips in a row: the run ends.
         self.failure: tuple[int, Mapping[str, Any], float] | None = None
 
@@ -84,22 +85,24 @@ class LossMonitor:
             saved["rollback_step"] = self._rolled_back_to
         return saved
 
-    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Checks the metrics of a step; sets `failure` at `max_skips` skips in a row.
 
-        A batch without weight has the loss None, which says nothing about the others.
+        A batch without weight has the loss None, which says nothing about the others. Returns
+        whether the step may be the one that ends the run, so that it is to be recorded.
         """
         loss = metrics["loss"]
         if loss is None:
-            return
+            return False
         if metrics["skipped"]:
             self._skips += 1
             names = ("loss", "grad_norm", "loss_scale")
             fields = {name: metrics[name] for name in names if name in metrics}
             self._event("skip", step=step, **fields)
-            if self._skips >= self._settings.max_skips and self.failure is None:
+            is_failure = self._skips >= self._settings.max_skips and self.failure is None
+            if is_failure:
                 self.failure = (step, metrics, self._skips)
-            return
+            return is_failure
         self._skips = 0
         mean = self._losses.mean
         deviations = self._losses.deviations_above_mean(loss)
@@ -108,7 +111,7 @@ class LossMonitor:
         # A spike must not raise the mean: that would hide the next spike.
         if not is_spike:
             self._losses.add(loss)
-            return
+            return False
         self._event("spike", step=step, loss=loss, mean=mean, deviations=deviations)
         self._log(
             f"step {step}: loss {loss:.4f} is {deviations:.1f} standard deviations above "
@@ -122,6 +125,8 @@ class LossMonitor:
             self._start_new_level(step, loss)
         elif self._settings.rollback:
             self.spike = step
+            self._spike_metrics = metrics
+        return True
 
     def _start_new_level(self, step: int, loss: float) -> None:
         """Restarts the running mean at the loss of a step, since the loss stays high."""
@@ -152,7 +157,8 @@ class LossMonitor:
         self._rolled_back_to = step
         if self._rollbacks == MAX_ROLLBACKS:
             self._rollbacks = 0  # the next start, with other settings, has all of them again
-            self._event("end", step=step, reason="spikes")
+            fields = {**self._spike_metrics, "step": spike, "to": step}
+            self._event("end", reason="spikes", **fields)
             raise FloatingPointError(
                 f"step {step}: the loss spiked {MAX_ROLLBACKS} times after it, each time on other "
                 f"data. "
@@ -162,6 +168,8 @@ class LossMonitor:
     def check_end(self, step: int, metrics: Mapping[str, Any], *, is_finished: bool) -> None:
         """Raises FloatingPointError after a failure, or if the last step was not finite.
 
+        A float16 step of which only the gradients overflowed is no reason, as at any other step.
+
         `metrics` are those of the last step, or what its checkpoint has of them: finite numbers. A
         run that is not finished may still have finite steps.
         """
@@ -169,7 +177,7 @@ class LossMonitor:
             self._end(*self.failure)
         if not is_finished:
             return
-        # With a loss scale (float16) an occasional skipped step is normal.
+        # With a loss scale (float16) gradients overflow now and then: then the scale is halved.
         is_normal = "loss_scale" in metrics and math.isfinite(metrics.get("loss", math.nan))
         if metrics.get("skipped") and not is_normal:
             self._end(step, metrics, self._skips)

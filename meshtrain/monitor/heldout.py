@@ -58,24 +58,25 @@ def _counted_once(source: Source, global_batch: int) -> Source:
     return dataclasses.replace(source, size=size - size % global_batch)
 
 
-def make_heldout_loss(
+def make_heldout_metrics(
     eval_step: Callable,
     data: Any,
     cfg: Config,
     mesh: jax.sharding.Mesh,
     *,
     log: Callable[[str], None],
+    stop_requested: Callable[[], bool],
     check: Callable[[Any], None] | None = None,
-) -> Callable[[TrainState], float | None] | None:
-    """Returns the function state -> loss on the first `eval.batches` held-out batches.
+) -> Callable[[TrainState], dict[str, float | None] | None] | None:
+    """Returns the function state -> metrics of the first `eval.batches` held-out batches.
 
-    None without held-out data. The function returns None, and logs a line, if these batches have no
-    weight. `check` is
-    `Model.check_batch`.
+    None without held-out data. A metric is None, and a line is logged, if these batches have no
+    weight. The function returns None instead of metrics if the run is asked to stop before its last
+    batch. `check` is `Model.check_batch`.
     """
     if data is None:
         return None
-    evaluate: jax.stages.Compiled | None = None
+    sum_batch: jax.stages.Compiled | None = None
     num_batches = cfg.eval.batches
     # There may be fewer: none counts twice.
     if isinstance(data, list):
@@ -83,22 +84,25 @@ def make_heldout_loss(
     elif data.size:
         num_batches = min(num_batches, math.ceil(data.size / cfg.train.global_batch))
 
-    def loss(state: TrainState) -> float | None:
-        nonlocal evaluate
+    def evaluate(state: TrainState) -> dict[str, float | None] | None:
+        nonlocal sum_batch
         params = evaluation_params(state)
         with open_loader(data, cfg, mesh, 0, check=check) as heldout:
-            if evaluate is None:
-                evaluate = jax.jit(eval_step).lower(params, heldout.peek()).compile()
+            if sum_batch is None:
+                sum_batch = jax.jit(eval_step).lower(params, heldout.peek()).compile()
                 distributed.barrier("evaluation compiled")
             # One batch at a time: on CPU, processes confuse the messages of two programs in flight,
             # and hang.
             sums = []
             for _ in range(num_batches):
-                sums.append(jax.device_get(evaluate(params, next(heldout))))
+                # A long evaluation would leave no time for the save. Process 0 decides for all.
+                if sums and distributed.broadcast(stop_requested()):
+                    return None
+                sums.append(jax.device_get(sum_batch(params, next(heldout))))
         if not sum(batch_sums.weight for batch_sums in sums):
             log("held-out data: every token or example has weight 0, so there is no held-out loss")
-            return None
+            return {"eval_loss": None}
         means = jax.tree.map(lambda *parts: sum(parts), *sums).mean()
-        return float(means.get("cross_entropy", means["loss"]))  # without the z-loss
+        return {"eval_loss": float(means.get("cross_entropy", means["loss"]))}  # without z-loss
 
-    return loss
+    return evaluate

@@ -120,8 +120,13 @@ def final_line(
     workdir: Path | None,
     *,
     saved_step: int | None,
+    is_last_skipped: bool,
 ) -> str:
-    """Returns the last line of a run; `saved_step` is the step of its newest checkpoint."""
+    """Returns the last line of a run.
+
+    `saved_step` is the step of its newest checkpoint; `is_last_skipped` says that the last step had
+    no effect, because its float16 gradients overflowed.
+    """
     if step < cfg.train.steps:
         saved = "not saved: no workdir"
         if workdir:
@@ -133,6 +138,8 @@ def final_line(
             )
         return f"stopped after {step} of {cfg.train.steps} steps · {saved}"
     line = f"done: {step} steps"
+    if is_last_skipped:
+        line += " · the last update was skipped: its float16 gradients overflowed"
     if eval_loss is not None:
         line += f" · held-out loss {eval_loss:.4f}"
     if isinstance(data, Source) and data.baseline is not None:

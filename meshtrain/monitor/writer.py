@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from meshtrain import console, hardware, storage
+from meshtrain import console, foreign, hardware, storage
 from meshtrain.config.schema import Config
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
@@ -87,13 +87,14 @@ class Writer:
         units: Units,
         *,
         waited: float,
-        observe: Callable[[int, dict[str, Any]], None],
+        observe: Callable[[int, dict[str, Any]], bool],
         predicted: float | None = None,
     ) -> None:
         """Starts the clock at step `start`, after `waited` seconds of waiting for data.
 
-        `observe` is called with the metrics of each step after they are written. `predicted` is the
-        predicted step time in seconds, if it is known. Removes the rows of step `start` and later,
+        `observe` is called with the metrics of each step after they are written; if it returns
+        True, the step gets a row in any case. `predicted` is the predicted step time in seconds, if
+        it is known. Removes the rows of step `start` and later,
         which an interrupted run wrote after its last checkpoint.
         """
         self._steps, self._units = cfg.train.steps, units
@@ -150,6 +151,12 @@ class Writer:
         """
         # Simulated devices dispatch synchronously: the step has already ended.
         ended = time.perf_counter() if report["loss"].is_ready() else None
+        if ended and self._pending and not self._pending.ended:
+            # Both ended since the last look. All steps since the last row count as equally long.
+            before = self._steps_since_row + 1
+            row_time = self._last_row_time
+            previous_ended = row_time + (ended - row_time) * before / (before + 1)
+            self._pending = self._pending._replace(ended=previous_ended)
         self.flush()
         self._pending = _Pending(
             step=step,
@@ -183,13 +190,14 @@ class Writer:
         self._report_lost_output()
         if pending.log:
             self._write(pending, metrics, ended)
-        # Last: it may raise, and the row of the step is written then.
-        self._observe(pending.step, metrics)
+        # After the row, because what it logs is about that row.
+        needs_row = self._observe(pending.step, metrics)
+        if needs_row and not pending.log:
+            self._write(pending, metrics, ended)
 
     def _write(self, pending: _Pending, metrics: dict[str, Any], ended: float) -> None:
         """Writes the row of a step to metrics.jsonl, to the sinks, and as a line."""
-        # At least 1 us: a very short step may have ended before the previous one was recorded.
-        step_time = max(ended - self._last_row_time, 1e-6) / self._steps_since_row
+        step_time = (ended - self._last_row_time) / self._steps_since_row
         per_second = self._units_per_step / step_time
         row = {
             "step": pending.step,
@@ -309,16 +317,10 @@ class Writer:
         unwritten = self._unwritten.setdefault(name, [])
         unwritten.append(storage.readable(json.dumps(as_json(row))) + "\n")
         path = self._folder / name
-        size = None
         try:
-            with open(path, "a", encoding="utf-8") as file:
-                size = file.tell()
-                file.writelines(unwritten)
+            storage.append_lines(path, unwritten)
             unwritten.clear()
         except OSError as error:
-            if size is not None:
-                with contextlib.suppress(OSError):
-                    os.truncate(path, size)  # removes a partly written line
             if len(unwritten) == 1:
                 self.log(
                     f"{path}: {error.strerror}; its lines are kept in memory until it can be "
@@ -353,11 +355,13 @@ def units_of(batch: Any, model: Model) -> Units:
 
 
 def _row_step(row: str) -> float:
-    """Returns the step of a row; inf for a row truncated by a crash, so that it is dropped."""
+    """Returns the step of a row; inf for a row without one, such as part of one, to drop it."""
     try:
-        return json.loads(row)["step"]
-    except (ValueError, KeyError, TypeError):
+        values = foreign.parse_json(row.encode())
+    except ValueError:
         return math.inf
+    step = values.get("step") if isinstance(values, dict) else None
+    return step if isinstance(step, int | float) else math.inf
 
 
 def as_json(value: Any) -> Any:

@@ -31,7 +31,7 @@ from meshtrain.parallel import sharding
 from meshtrain.parallel.grad_sync import Sync, synchronise
 from meshtrain.parallel.remat import rematerialised
 from meshtrain.pipeline import per_stage
-from meshtrain.pipeline.stages import Stages
+from meshtrain.pipeline.stages import Stages, differentiable, with_differentiable
 from meshtrain.schedules import IDLE, Slot, Table
 
 # P stages, V chunks per stage, K layers per chunk, N batch shards
@@ -215,7 +215,7 @@ class Carry(NamedTuple):
 
     # (P, N, ...) activations received from the previous stage
     x: Any
-    # (P, N, ...) gradients received from the next stage
+    # (P, N, ...) gradients received from the next stage, of the differentiable part of x
     grad: Any
     # (P, slots, N, ...) inputs or residuals of chunks whose backward is still to come
     kept: Any
@@ -261,7 +261,7 @@ class _GradLoop:
 
         return Carry(
             x=x,
-            grad=x,
+            grad=differentiable(x),
             kept=jax.tree.map(empty_slots, jax.eval_shape(kept_of_a_chunk)),
             layer_grads=self.pin_layers(jax.tree.map(zero_grad, stages.layers)),
             outer_grads=self.pin_outer(jax.tree.map(zero_grad, stages.outer)),
@@ -297,13 +297,15 @@ class _GradLoop:
 
         # Head and loss, of the last chunk's output.
         def head_grads_and_metrics():
-            def scaled_loss(outer, y):
+            y_last = stages.pin(per_stage.share(y, -1))
+
+            def scaled_loss(outer, part):
+                y = with_differentiable(y_last, part)
                 metrics = stages.head(outer, y, stages.microbatch(row.last_backward))
                 return metrics.loss.sum() * self.scale, metrics
 
-            y_last = stages.pin(per_stage.share(y, -1))
             grad_fn = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
-            return grad_fn(stages.outer, y_last)
+            return grad_fn(stages.outer, differentiable(y_last))
 
         (head_grads, y_grad), metrics = _unless_idle(
             rows.last_backward, row.last_backward, head_grads_and_metrics
@@ -319,7 +321,11 @@ class _GradLoop:
         # The embedding, from the gradient of the first chunk's input.
         def embedding_grads():
             microbatch = stages.microbatch(row.first_backward)
-            _, vjp = jax.vjp(lambda outer: stages.embed(outer, microbatch), stages.outer)
+
+            def embed(outer):
+                return differentiable(stages.embed(outer, microbatch))
+
+            _, vjp = jax.vjp(embed, stages.outer)
             return vjp(stages.pin(per_stage.share(grad, 0)))[0]
 
         embed_grads = _unless_idle(rows.first_backward, row.first_backward, embedding_grads)

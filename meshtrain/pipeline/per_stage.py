@@ -110,7 +110,8 @@ def share(x: Any, stage: int) -> Any:
         is_source = np.arange(num_stages) == stage % num_stages
         is_source = is_source.reshape(-1, *[1] * (leaf.ndim - 1))
         zero = jnp.zeros((), leaf.dtype)
-        return jax.lax.reduce(jnp.where(is_source, leaf, zero), zero, jax.lax.add, (0,))
+        add = jax.lax.bitwise_or if leaf.dtype == jnp.bool_ else jax.lax.add
+        return jax.lax.reduce(jnp.where(is_source, leaf, zero), zero, add, (0,))
 
     with jax.named_scope("share"):
         return jax.tree.map(share_leaf, x)

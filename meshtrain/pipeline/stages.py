@@ -33,7 +33,7 @@ class Stages:
     `layers` and `constants` (not trained) are (P, V, N, K, ...); `outer` and `outer_constants` (N,
     ...) have all other parameters. With the dim N, each batch shard has its own gradients. It is
     sharded, so no device holds more than one copy. Activations `x` are an array or a pytree of
-    arrays.
+    arrays. Integers and bools among them travel with the others, but have no gradient.
     """
 
     def __init__(
@@ -182,7 +182,10 @@ class Stages:
         return y, chunk_vjp.vjp_from(residuals)
 
     def apply_vjp(self, vjp: Callable, grad: Any) -> tuple[Params, Any]:
-        """Returns the gradients of each stage's chunk and of its input; `grad` is of its output."""
+        """Returns the gradients of each stage's chunk and of its input; `grad` is of its output.
+
+        The gradients of x are those of `differentiable(x)`.
+        """
         layer_grads, grad = self._per_stage(lambda vjp, grad: vjp(grad))(vjp, grad)
         return layer_grads, self.pin(grad, "pipeline")
 
@@ -223,6 +226,19 @@ def _without_layers(params: Params) -> Params:
     return {name: tree for name, tree in params.items() if name != "layers"}
 
 
+# ---- the activations that have a gradient ----
+
+
+def differentiable(x: Any) -> Any:
+    """Returns the part of `x` that has a gradient: None replaces integers and bools."""
+    return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, x)
+
+
+def with_differentiable(x: Any, part: Any) -> Any:
+    """Returns `x` with the leaves of `part`, a tree like `differentiable(x)`."""
+    return jax.tree.map(lambda leaf, new: leaf if new is None else new, x, part)
+
+
 # ---- the vjp of a chunk ----
 
 
@@ -242,16 +258,25 @@ class ChunkVjp(NamedTuple):
     depends_on_x: list[bool]
 
     def vjp_from(self, residuals: Iterable[jax.Array]) -> Callable:
-        """Returns the function gradient of y -> gradients of (layers, x)."""
+        """Returns the function gradient of y -> gradients of (layers, x), both differentiable."""
         return jax.tree.unflatten(self.tree, residuals)
 
 
 def trace_vjp(chunk: Callable, layers: Any, x: Any, microbatch: Any) -> ChunkVjp:
-    """Traces the vjp of `chunk((trained, constants), x, microbatch)` for `trained` and `x`."""
+    """Traces the vjp of `chunk((trained, constants), x, microbatch)`.
+
+    It is that of `trained` and of the differentiable part of `x`.
+    """
 
     def output_and_vjp(layers, x, microbatch):
         trained, constants = layers
-        return jax.vjp(lambda trained, x: chunk((trained, constants), x, microbatch), trained, x)
+
+        def run_chunk(trained, part):
+            y = chunk((trained, constants), with_differentiable(x, part), microbatch)
+            return differentiable(y), y
+
+        _, vjp, y = jax.vjp(run_chunk, trained, differentiable(x), has_aux=True)
+        return y, vjp
 
     jaxpr, (y, vjp) = jax.make_jaxpr(output_and_vjp, return_shape=True)(layers, x, microbatch)
     flat_function = jax.extend.core.jaxpr_as_fun(jaxpr)

@@ -30,6 +30,13 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
     arguments = list(arguments)
     process, settings = _place(settings)
     s = Settings(**settings)
+    secret = messages.secret_of_environment(os.environ) if s.nnodes > 1 else ""
+    if s.nnodes > 1 and not secret and not s.insecure:
+        raise ConfigError(
+            f"{messages.SECRET_VARIABLE}: is not set, and without it anybody who reaches the port "
+            f"of node 0 can join this run of {s.nnodes} hosts; set it to the same on all, such as "
+            f"one output of `openssl rand -hex 32`, or give --insecure"
+        )
     if not arguments:
         raise ConfigError(
             "nothing to launch: give the arguments of a run after --, such as --config=FILE"
@@ -66,7 +73,6 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
             _download_events(workdir)
     code = EXIT_USER
     try:
-        secret = messages.secret_of_environment(os.environ) if s.nnodes > 1 else ""
         supervisor = Supervisor(s, workdir=workdir.folder if workdir else None, secret=secret)
         code = supervisor.run(
             command,
@@ -140,17 +146,24 @@ def _download_events(workdir: Workdir) -> None:
 
 
 def _upload(workdir: Workdir, *, node_rank: int) -> None:
-    """Uploads the logs of this host, unless the run never started."""
+    """Uploads the logs of this host, unless the run never started, or another one is in it."""
     if node_rank == 0 and not (workdir.folder / "config.json").exists():
         return
     try:
-        if node_rank == 0:
-            workdir.push()
-        workdir.push(storage.LOGS)
+        # The processes have ended. The other hosts write only logs of their own.
+        if workdir.begin_upload(_warn, exclusive=node_rank == 0):
+            _warn(f"{workdir.name}: another run is in it; the last logs of this one are not there")
+            return
+        try:
+            workdir.push(storage.LOGS)
+        finally:
+            workdir.release_lock()  # node 0 has it, and uploads the events
     except OSError as error:
-        print(
-            f"launch: {error.filename}: {error.strerror}; not all logs are there", file=sys.stderr
-        )
+        _warn(f"{error.filename}: {error.strerror}; not all logs are there")
+
+
+def _warn(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr)
 
 
 class Folders:

@@ -3,17 +3,13 @@
 Anybody who reaches the port can send anything: a wrong message ends its connection and nothing
 else. With a secret, each message is signed, and one without the right signature counts as wrong.
 
-`Link` sends and receives, `parse_hello`, `parse_report` and `parse_command` check, `Signer` signs.
+`Link` sends and receives, `parse_hello`, `parse_report` and `parse_command` check,
+`cluster.signature` signs.
 """
 
-import contextlib
 import dataclasses
-import hmac
 import json
 import math
-import os
-import re
-import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -22,19 +18,28 @@ from typing import Any
 from meshtrain.cluster import progress
 from meshtrain.cluster.limits import MAX_PROCESSES as MAX_LOCAL
 from meshtrain.cluster.rendezvous import is_integer, parse_line
+from meshtrain.cluster.signature import Signer, signer_of_node
 from meshtrain.errors import ConfigError
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment
 
 RETRY = 0.5  # seconds between attempts to reach node 0
-MAX_READS = 100  # of 64 KiB at a time: a peer that sends without pause must not block the others
+MAX_READS = 16  # of 64 KiB at a time: a peer that sends without pause must not block the others
 LOST_AFTER = 30.0  # seconds of silence after which a host counts as lost
+HELLO_SECONDS = 10.0  # within which the first line has to arrive, however slowly it is sent
 MAX_HELLO = 1000  # bytes of the first line
-MAX_MESSAGE = 64 << 20  # bytes of a later line: the last output of all processes of a host
+MAX_COMMAND = 10_000  # bytes of a line from node 0
+MAX_REPORT = 4 << 20  # bytes of a line to node 0: the states of MAX_LOCAL processes, or one exit
 MAX_TAIL_LINE = 2000  # characters of a line of output in a message
 
 
 class Link:
-    """Lines of JSON over a connection. Until `accepted`, a line may have only MAX_HELLO bytes."""
+    """Lines of JSON over a connection.
+
+    The peer of a link that is not `accepted` is a stranger: it has HELLO_SECONDS for a first line
+    of at most MAX_HELLO bytes. Later lines may have `max_line` bytes. A peer that does not read a
+    line within `send_seconds` is lost.
+    """
 
     def __init__(
         self,
@@ -42,18 +47,24 @@ class Link:
         peer: str = "",
         *,
         accepted: bool = True,
-        signer: "Signer | None" = None,
+        max_line: int = MAX_REPORT,
+        send_seconds: float = LOST_AFTER,
+        signer: Signer | None = None,
     ):
         connection.setblocking(False)
         self.connection = connection
         self.peer = peer
         self.accepted = accepted
         self.open = True
-        self.fault = ""  # why the connection was closed, if the peer has sent something wrong
-        self.received_at = time.monotonic()
+        self.fault = ""  # why the connection was closed, if the peer has done something wrong
+        self._clock = RunningClock()
+        self._received_at = self._clock.now()
         self.answered = False  # whether a valid message has arrived
         self.on_answer: Callable[[], None] = lambda: None  # called at the first valid message
         self._partial_line = b""
+        self._opened_at = self._clock.now()
+        self._max_line = max_line
+        self._send_seconds = send_seconds
         self._signer = signer
         if signer and signer.is_node_0:
             self._send(json.dumps(signer.greeting).encode())
@@ -67,7 +78,7 @@ class Link:
     def _send(self, line: bytes) -> None:
         try:
             self.connection.setblocking(True)
-            self.connection.settimeout(LOST_AFTER)
+            self.connection.settimeout(self._send_seconds)
             self.connection.sendall(line + b"\n")
             self.connection.setblocking(False)
         except OSError:
@@ -75,17 +86,19 @@ class Link:
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have arrived; closes the connection of a stranger."""
-        limit = MAX_MESSAGE if self.accepted else MAX_HELLO
+        limit = self._max_line if self.accepted else MAX_HELLO
         self._read(limit)
         # Of a stranger only the first line: to check many would keep the others waiting.
         max_splits = -1 if self.accepted else 1
         *lines, self._partial_line = self._partial_line.split(b"\n", max_splits)
-        if time.monotonic() - self.received_at > LOST_AFTER:
+        if self.silence() > LOST_AFTER:
             self.open = False
         # What follows the first line of a stranger is read later, so it may be longer.
         is_partial = self.accepted or not lines
         if is_partial and len(self._partial_line) > limit:
             self.reject("a line that is too long")
+        elif not (self.accepted or lines) and self._clock.now() - self._opened_at > HELLO_SECONDS:
+            self.reject(f"no line within {HELLO_SECONDS:.0f} s")
         messages = []
         for line in lines:
             text = self._signer.checked(line) if self._signer else line
@@ -101,6 +114,10 @@ class Link:
             messages.append(message)
         return messages
 
+    def silence(self) -> float:
+        """Returns the seconds since something has arrived."""
+        return self._clock.now() - self._received_at
+
     def _read(self, limit: int) -> None:
         """Adds what has arrived to the partial line, until that is longer than `limit` bytes."""
         try:
@@ -109,7 +126,7 @@ class Link:
                 if not received:
                     self.open = False
                     break
-                self.received_at = time.monotonic()
+                self._received_at = self._clock.now()
                 self._partial_line += received
                 if len(self._partial_line) > limit:
                     break
@@ -121,7 +138,11 @@ class Link:
     def reject(self, why: str) -> None:
         """Closes the connection because of what the peer has sent."""
         who = "" if SECRET_VARIABLE in why else ": not a supervisor of this run"
-        self.fault = f"{self.peer} has sent {why}{who}; connection closed"
+        self.drop(f"has sent {why}{who}")
+
+    def drop(self, what: str) -> None:
+        """Closes the connection because of what the peer has done."""
+        self.fault = f"{self.peer} {what}; connection closed"
         self.close()
 
     def close(self) -> None:
@@ -146,7 +167,7 @@ def connect(
         except OSError:
             time.sleep(RETRY)
             continue
-        link = Link(connection, f"{host}:{port}", signer=signer)
+        link = Link(connection, f"{host}:{port}", max_line=MAX_COMMAND, signer=signer)
         greeting = signer.greeting if signer else {}
         link.send(**hello, **greeting)
         return link
@@ -163,6 +184,7 @@ def exit_message(process: Exit) -> dict[str, Any]:
 # ---- checks of the fields of a message ----
 
 MAX_NODES = 100_000
+MAX_NONCE = 100  # characters
 COMMANDS = ("start", "stop", "dump", "kill", "reject", "end", "nothing")  # of node 0
 
 
@@ -225,6 +247,7 @@ def parse_command(message: Mapping[str, Any], num_local: int) -> dict[str, Any]:
         "num_processes": _integer(1, MAX_NODES * MAX_LOCAL),
         "first_rank": _integer(0, MAX_NODES * MAX_LOCAL),
         "num_local": _integer(0, num_local),
+        "nonce": lambda value: _is_text(value, MAX_NONCE),
     }
     _check(ranks, checks)
     if ranks["first_rank"] + ranks["num_local"] > ranks["num_processes"]:
@@ -294,14 +317,10 @@ def _is_text(value: Any, length: int) -> bool:
     return isinstance(value, str) and len(value) <= length and value.isprintable()
 
 
-# ---- signatures ----
+# ---- the secret that signs messages ----
 
 SECRET_VARIABLE = "MESHTRAIN_SECRET"
 SHORTEST_SECRET = 16  # characters
-MAX_NONCE_LINE = 100  # bytes
-NONCE_SECONDS = 5.0  # within which node 0 sends it
-NONCE_TICK = 0.2
-
 WRONG_SIGNATURE = (
     f"a message without the right signature; set the same {SECRET_VARIABLE} on all hosts"
 )
@@ -316,86 +335,3 @@ def secret_of_environment(environ: Mapping[str, str]) -> str:
             f"such as the output of `openssl rand -hex 32`"
         )
     return secret
-
-
-class Signer:
-    """Signs and checks the messages of one end of a connection, in their order."""
-
-    def __init__(self, secret: str, *, is_node_0: bool):
-        self._secret = os.fsencode(secret)
-        self.is_node_0 = is_node_0
-        self.nonce = secrets.token_hex(16)
-        self._key = b""  # of this connection, from the secret and both nonces
-        self._num_sent = 0
-        self._num_received = 0
-
-    @property
-    def greeting(self) -> dict[str, str]:
-        return {"nonce": self.nonce}
-
-    def sign(self, text: bytes) -> bytes:
-        """Returns the next message to send with its signature."""
-        tag = self._tag(self.is_node_0, self._num_sent, text)
-        self._num_sent += 1
-        return tag + b" " + text
-
-    def checked(self, line: bytes) -> bytes | None:
-        """Returns the next message received without its signature; None if that is wrong."""
-        tag, _, text = line.partition(b" ")
-        if not self._key and not self.accept_nonce(text):
-            return None
-        expected = self._tag(not self.is_node_0, self._num_received, text)
-        if not hmac.compare_digest(tag, expected):
-            return None
-        self._num_received += 1
-        return text
-
-    def accept_nonce(self, text: bytes) -> bool:
-        """Reads the nonce of the other end in its first message; returns whether there is one."""
-        try:
-            nonce = json.loads(text)["nonce"]
-            if not re.fullmatch("[0-9a-f]{32}", nonce):
-                return False
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return False
-        # Both ends sign with the same key, which no other connection has: the nonce of node 0 comes
-        # first.
-        nonces = f"{self.nonce} {nonce}" if self.is_node_0 else f"{nonce} {self.nonce}"
-        self._key = hmac.digest(self._secret, nonces.encode(), "sha256")
-        return True
-
-    def _tag(self, is_node_0: bool, number: int, text: bytes) -> bytes:
-        """Returns the signature of message `number`: a replayed or reflected one has another."""
-        signed = b"%d %d %b" % (is_node_0, number, text)
-        return hmac.digest(self._key, signed, "sha256").hex().encode()
-
-
-def signer_of_node(
-    secret: str, connection: socket.socket, num_signals: Callable[[], int] = lambda: 0
-) -> Signer | None:
-    """Returns the signer of a new connection to node 0, with its nonce; None without a secret.
-
-    Closes the connection and raises OSError if node 0 sends something else, or nothing in
-    NONCE_SECONDS, and after a signal.
-    """
-    if not secret:
-        return None
-    signer = Signer(secret, is_node_0=False)
-    line = b""
-    deadline = time.monotonic() + NONCE_SECONDS
-    connection.settimeout(NONCE_TICK)
-    try:
-        while not line.endswith(b"\n") and len(line) < MAX_NONCE_LINE:
-            if num_signals() or time.monotonic() > deadline:
-                raise TimeoutError
-            with contextlib.suppress(TimeoutError):
-                received = connection.recv(1)
-                if not received:
-                    raise ConnectionResetError
-                line += received
-        if not signer.accept_nonce(line):
-            raise ConnectionResetError
-    except OSError:
-        connection.close()
-        raise
-    return signer

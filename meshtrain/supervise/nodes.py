@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from meshtrain.cluster import rendezvous
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError
 from meshtrain.supervise import messages
 from meshtrain.supervise.messages import Link, Signer
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 REPORT_EVERY = 0.5  # seconds between status messages, which are also heartbeats
@@ -26,6 +28,8 @@ REPLACE_AFTER = 5.0  # seconds of silence after which another host may take over
 # Connections that have not sent their rank; if there are more, the oldest is closed.
 MAX_PENDING = 100
 MAX_REPORTED = 1000  # faults that are logged; each once
+SEND_SECONDS = 5.0  # that a host may keep node 0, and with it all others, from sending a command
+KILL_SECONDS = messages.LOST_AFTER  # within which another host has to kill its processes
 TICK = 0.1
 EXIT_NOT_SAVED = 128 + signal.SIGTERM  # of a host that was asked to stop and could not save
 
@@ -89,11 +93,16 @@ class RemoteWorkers:
         self.link.send(do="dump")
 
     def kill(self) -> None:
-        """Kills the processes of that host; returns when they are dead or the host is lost."""
+        """Asks that host to kill its processes; `killed` is True once it has."""
         self.link.send(do="kill")
-        while self.link.open and not self._dead:
-            time.sleep(TICK)
-            self.poll()
+
+    @property
+    def killed(self) -> bool:
+        """Returns whether that host has killed its processes, or its connection is closed.
+
+        A supervisor that loses the connection kills them too.
+        """
+        return self._dead or not self.link.open
 
     def end(self, code: int) -> None:
         self.link.send(do="end", code=code)
@@ -160,7 +169,13 @@ class Server:
             for _ in range(MAX_PENDING):
                 connection, address = self._server.accept()
                 signer = Signer(self._secret, is_node_0=True) if self._secret else None
-                link = Link(connection, str(address[0]), accepted=False, signer=signer)
+                link = Link(
+                    connection,
+                    str(address[0]),
+                    accepted=False,
+                    send_seconds=SEND_SECONDS,
+                    signer=signer,
+                )
                 self._pending.append(link)
 
     def _admit(self, link: Link, message: dict[str, Any]) -> list[str]:
@@ -189,8 +204,7 @@ class Server:
             return f"node {node}: use --node_rank from 0 to {nnodes - 1}"
         old = self.remotes.get(node)
         if old:
-            silence = time.monotonic() - old.link.received_at
-            if old.link.open and silence < REPLACE_AFTER:
+            if old.link.open and old.link.silence() < REPLACE_AFTER:
                 return f"two nodes have rank {node}; give each its own --node_rank"
             old.link.close()
         return ""
@@ -230,6 +244,8 @@ def follow_node_0(
     and stop; after the second they are killed.
     """
     hello = {"node": node, "nnodes": nnodes, "nproc": nproc}
+    if why := _lookup_fault(host):  # of a pod, the name may be known later
+        log(f"--coordinator={host}:{port}: {why}; trying again for {seconds:.0f} s")
     logged: set[str] = set()  # of connections without an answer: each fault once
     deadline = time.monotonic() + seconds
     while True:
@@ -274,9 +290,35 @@ def follow_node_0(
         time.sleep(messages.RETRY)
     if num_signals():
         return EXIT_PREEMPTED  # nothing was running
-    hint = f"; it must have the same {messages.SECRET_VARIABLE}" if secret else ""
+    # The secret is only to blame if something answers there.
+    why = _connect_fault(host, port)
+    if why:
+        hint = f": {why}; use its address, and start it there"
+    else:
+        hint = f"; it must have the same {messages.SECRET_VARIABLE}" if secret else ""
     log(f"--coordinator={host}:{port}: node 0 not reached within {seconds:.0f} s{hint}")
     return EXIT_FAILED
+
+
+def _lookup_fault(host: str) -> str:
+    """Returns why a name has no address on this host, or ""."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return f"cannot look up {host}: {reason}"
+    return ""
+
+
+def _connect_fault(host: str, port: int) -> str:
+    """Returns why no connection to node 0 is possible, or ""."""
+    if fault := _lookup_fault(host):
+        return fault
+    try:
+        socket.create_connection((host, port), timeout=messages.RETRY).close()
+    except OSError as error:
+        return error.strerror or "no answer in time"
+    return ""
 
 
 def _execute_commands(
@@ -292,6 +334,7 @@ def _execute_commands(
     None if the connection is lost. Raises ConfigError if node 0 rejects this host.
     """
     reported_at = 0.0
+    clock = RunningClock()
     stop_requested_at: float | None = None
     # Exit codes of this attempt; the first entry counts if no process has ended.
     codes = [EXIT_PREEMPTED]
@@ -330,9 +373,9 @@ def _execute_commands(
 
             # ---- signals to this host ----
             if num_signals() and stop_requested_at is None:
-                stop_requested_at = time.monotonic()
+                stop_requested_at = clock.now()
                 workers.request_stop()
-            late = stop_requested_at is not None and time.monotonic() - stop_requested_at > grace
+            late = stop_requested_at is not None and clock.now() - stop_requested_at > grace
             if num_signals() > 1 or late:
                 return EXIT_NOT_SAVED
 
@@ -342,11 +385,15 @@ def _execute_commands(
             codes += [process.code for process in exits]
             if exits or time.monotonic() - reported_at > REPORT_EVERY:
                 reported_at = time.monotonic()
-                link.send(
-                    exits=[messages.exit_message(process) for process in exits],
-                    statuses=[dataclasses.asdict(status) for status in statuses],
-                )
+                _send_report(link, exits, statuses)
             if num_signals() and not statuses:
                 # Only this host was asked to stop: the others may continue.
                 return EXIT_NOT_SAVED if min(codes) < 0 else max(codes)
     return None
+
+
+def _send_report(link: Link, exits: list[Exit], statuses: list[ProcessStatus]) -> None:
+    """Sends a line for each exit, which may be long with its last output, and one of statuses."""
+    for process in exits:
+        link.send(exits=[messages.exit_message(process)])
+    link.send(statuses=[dataclasses.asdict(status) for status in statuses])

@@ -41,6 +41,7 @@ class Settings:
     join_seconds: float = 120.0  # timeout for all hosts to connect
     # Of the processes' port on node 0; below the ports that systems give to outgoing connections.
     ports: str = "20000-31999"
+    insecure: bool = False  # supervisors of several hosts may meet without MESHTRAIN_SECRET
 
     def __post_init__(self):
         faults = []

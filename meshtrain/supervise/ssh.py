@@ -45,11 +45,13 @@ def parse_hosts(text: str) -> list[str]:
     """Returns the hosts of --hosts=[USER@]HOST,...; raises ConfigError if one is invalid."""
     hosts = [host.strip() for host in text.split(",")]
     for host in hosts:
-        if not re.fullmatch(r"([\w.-]+@)?\w[\w.:-]*", host, re.ASCII):
+        # Neither begins with a dash: ssh would read that as an option.
+        if not re.fullmatch(r"(\w[\w.-]*@)?\w[\w.:-]*", host, re.ASCII):
             raise ConfigError(
                 f"--hosts={text}: {host!r} is not a host; use names such as a,b or user@a,user@b"
             )
-    if len(set(hosts)) < len(hosts):
+    names = {host.rpartition("@")[2].lower() for host in hosts}
+    if len(names) < len(hosts):
         raise ConfigError(
             f"--hosts={text}: a host is given twice; use --nproc for several processes on a host"
         )
@@ -63,14 +65,15 @@ def launch(
 
     `address` is HOST:PORT of the supervisors on the first host, by default its name and a random
     port. The first signal asks the run to save and stop. Raises ConfigError if a host cannot be
-    reached, or lacks this folder or this Python.
+    reached, lacks this folder or this Python, or cannot look up the address.
     """
-    _check(hosts)
-    secret = messages.secret_of_environment(os.environ) or secrets.token_hex(32)
     if not address:
-        name = hosts[0].rpartition("@")[2]
+        name = _name_of(hosts[0])
+        name = f"[{name}]" if ":" in name else name
         port = launchers.FIRST_PORT + secrets.randbelow(launchers.NUM_PORTS)
         address = f"{name}:{port}"
+    _check(hosts, address)
+    secret = messages.secret_of_environment(os.environ) or secrets.token_hex(32)
     with signals.stop_event() as stop:
         runs: dict[str, subprocess.Popen] = {}
         inputs: list[IO[bytes]] = []
@@ -127,10 +130,40 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _check(hosts: Sequence[str]) -> None:
-    """Raises ConfigError with a line for each host not reached, or without folder or Python."""
+# Prints why a name cannot be looked up.
+LOOK_UP = """
+import socket, sys
+try:
+    socket.getaddrinfo(sys.argv[1], None)
+except (OSError, UnicodeError) as error:
+    print(getattr(error, "strerror", None) or error)
+    sys.exit(3)
+"""
+NOT_LOOKED_UP = 3  # its exit code
+
+
+def _name_of(host: str) -> str:
+    """Returns the name or address of a host, which for ssh may have an alias (`ssh -G`)."""
+    alias = host.rpartition("@")[2]
+    try:
+        done = subprocess.run(
+            ["ssh", "-G", host], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        return alias  # `_check` reports it
+    name = re.search(r"^hostname (\S+)$", done.stdout, re.M)
+    return name[1] if name else alias
+
+
+def _check(hosts: Sequence[str], address: str) -> None:
+    """Raises ConfigError with a line for each host that cannot be used.
+
+    It is not reached, lacks folder or Python, or cannot look up `address`, HOST:PORT of the first.
+    """
     folder, python = os.getcwd(), sys.executable
-    script = f"cd {shlex.quote(folder)} && test -x {shlex.quote(python)}"
+    name = address.rpartition(":")[0].strip("[]")
+    look_up = shlex.join([python, "-I", "-S", "-c", LOOK_UP, name])
+    script = f"cd {shlex.quote(folder)} && test -x {shlex.quote(python)} || exit 2; {look_up}"
     test = shlex.join(["sh", "-c", script])
 
     def host_fault(host: str) -> str:
@@ -143,6 +176,11 @@ def _check(hosts: Sequence[str]) -> None:
             lines = done.stderr.strip().splitlines()
             reason = lines[-1] if lines else ""
             return f"{host}: {reason}; it must be reached with ssh without a password"
+        if done.returncode == NOT_LOOKED_UP:
+            return (
+                f"{host}: cannot look up {name}, the first host: {done.stdout.strip()}; "
+                f"use a name or an address that all hosts know, or --coordinator=HOST:PORT"
+            )
         if done.returncode:
             return f"{host}: lacks {folder} or {python}, which all hosts need"
         return ""

@@ -3,18 +3,20 @@
 import contextlib
 import json
 import re
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain import console
+from meshtrain import console, storage
 from meshtrain.cluster import launchers, rendezvous, signals
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER
 from meshtrain.supervise import messages, nodes, restart_policy
 from meshtrain.supervise.nodes import RemoteWorkers
 from meshtrain.supervise.restart_policy import Outcome, RestartBudget, Settings, TimeAccount
+from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
 
 TICK = 0.1  # seconds between checks
@@ -40,6 +42,7 @@ class Supervisor:
         self._workdir = workdir
         self._secret = secret
         self._signals: list[int] = []
+        self._clock = RunningClock()  # of all time limits
         self._account = TimeAccount()
         self._budget = RestartBudget(
             max_restarts=settings.max_restarts,
@@ -69,8 +72,10 @@ class Supervisor:
                 environ=environ,
                 local_id=local_id,
                 num_supervisors=num_supervisors,
+                secret=self._secret,
                 logs=logs,
                 show=self._show,
+                clock=self._clock,
             )
             stack.enter_context(contextlib.closing(self._workers))
             if settings.nnodes == 1:
@@ -143,12 +148,12 @@ class Supervisor:
     def _wait_for_hosts(self) -> tuple[list[RemoteWorkers], str]:
         """Returns the other hosts, and "" or a message that names the missing ones."""
         settings = self._settings
-        started_at = time.monotonic()
+        started_at = self._clock.now()
         while True:
             remotes = self._server.connected() if self._server else []
             if 1 + len(remotes) == settings.nnodes:
                 return remotes, ""
-            late = time.monotonic() - started_at > settings.join_seconds
+            late = self._clock.now() - started_at > settings.join_seconds
             if late and settings.min_nproc:
                 if sum(self._num_processes(remotes)) >= settings.min_nproc:
                     return remotes, ""
@@ -165,10 +170,10 @@ class Supervisor:
     def _run_attempt(self, remotes: Sequence[RemoteWorkers], counts: Sequence[int]) -> Outcome:
         """Runs an attempt with `counts` processes per host; none is left when it returns."""
         address = f"{self._node_0}:{rendezvous.free_port(self._settings.ports)}"
-        hosts = [self._workers, *remotes]
+        nonce = secrets.token_hex(16)
         first_rank = 0
-        for host, count in zip(hosts, counts, strict=True):
-            host.start(RankAssignment(address, sum(counts), first_rank, count))
+        for host, count in zip([self._workers, *remotes], counts, strict=True):
+            host.start(RankAssignment(address, sum(counts), first_rank, count, nonce))
             first_rank += count
         outcome = Outcome(EXIT_FAILED, "the supervisor failed")
         try:
@@ -180,10 +185,24 @@ class Supervisor:
             self._account.close_attempt(self._workers.first_phase_seconds(), status, stalled)
             # Without a grace period: processes that lost a peer hang in a collective and cannot
             # save.
-            for host in hosts:
-                host.kill()
+            self._kill(remotes)
             if self._failed_at is None:
                 self._failed_at = time.monotonic()
+
+    def _kill(self, remotes: Sequence[RemoteWorkers]) -> None:
+        """Kills the processes of all hosts, and drops a host that does not do so in time."""
+        for remote in remotes:
+            remote.kill()
+        self._workers.kill()
+        deadline = self._clock.now() + nodes.KILL_SECONDS
+        while not all(remote.killed for remote in remotes) and self._clock.now() < deadline:
+            self._poll()
+        late = [remote for remote in remotes if not remote.killed]
+        for remote in late:
+            seconds = f"{nodes.KILL_SECONDS:.0f} s"
+            remote.link.drop(f"has not killed its processes within {seconds}")
+        if late:
+            self._poll()  # logs it
 
     def _watch(self, remotes: Sequence[RemoteWorkers], num_processes: int) -> Outcome:
         """Waits until an attempt of `num_processes` processes has ended; returns its outcome."""
@@ -206,8 +225,8 @@ class Supervisor:
             if len(ended) == num_processes:
                 return Outcome(max(process.code for process in ended), status=ended[0].status)
             if ended and first_end_at is None:
-                first_end_at = time.monotonic()
-            if first_end_at is not None and time.monotonic() - first_end_at > END_TIMEOUT:
+                first_end_at = self._clock.now()
+            if first_end_at is not None and self._clock.now() - first_end_at > END_TIMEOUT:
                 why = f"rank {ended[0].rank} has ended and others have not"
                 return Outcome(EXIT_FAILED, why, ended[0].status)
 
@@ -219,13 +238,13 @@ class Supervisor:
 
             # ---- the first signal asks for a save; a second one, or `grace` seconds, abort it ----
             if self._signals and stop_requested_at is None:
-                stop_requested_at = time.monotonic()
+                stop_requested_at = self._clock.now()
                 self._log("asked to stop: saving")
                 for host in hosts:
                     host.request_stop()
             late = (
                 stop_requested_at is not None
-                and time.monotonic() - stop_requested_at > settings.grace
+                and self._clock.now() - stop_requested_at > settings.grace
             )
             if late or len(self._signals) > 1:
                 why = f"not saved within {settings.grace:.0f} s" if late else "aborted"
@@ -335,11 +354,8 @@ class Supervisor:
     def _event(self, event: str, **fields: Any) -> None:
         if self._workdir and self._workdir.is_dir() and self._settings.node_rank == 0:
             row = json.dumps({"event": event, "time": time.time(), **fields}) + "\n"
-            with (
-                contextlib.suppress(OSError),
-                open(self._workdir / "events.jsonl", "a", encoding="utf-8") as file,
-            ):
-                file.write(row)
+            with contextlib.suppress(OSError):
+                storage.append_lines(self._workdir / "events.jsonl", [row])
 
 
 def _new_exits(hosts: Sequence[Workers | RemoteWorkers]) -> list[Exit]:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshtrain.cluster import progress
+from meshtrain.cluster import progress, rendezvous, signature
+from meshtrain.supervise.running_clock import RunningClock
 
 MAX_FINAL_READS = 100  # of 64 KiB, from a process that has ended
 KILL_TIMEOUT = 30.0  # seconds; a process may be blocked in the kernel
@@ -65,6 +66,7 @@ class RankAssignment:
     num_processes: int  # over all hosts
     first_rank: int
     num_local: int
+    nonce: str = ""  # a random one for each attempt, from which the token of its processes is made
 
 
 class _Child:
@@ -79,16 +81,17 @@ class _Child:
         self.page = page
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL)
         self.partial_line = b""
-        self.stopped_since = 0.0
+        self.stopped_since: float | None = None
         self.ended = False
+        self.is_fault_shown = False  # of its page
         # The last value of each name, and when this supervisor first saw it: the clock of a process
         # may differ from its own, or jump.
         self._seen: dict[str, tuple[tuple, float]] = {}
 
-    def changed_at(self, name: str, value: tuple) -> float:
+    def changed_at(self, name: str, value: tuple, now: float) -> float:
         """Returns the time, by this supervisor's clock, at which `value` had last changed."""
         if self._seen.get(name, (None, 0.0))[0] != value:
-            self._seen[name] = value, time.monotonic()
+            self._seen[name] = value, now
         return self._seen[name][1]
 
 
@@ -102,22 +105,27 @@ class Workers:
         environ: Mapping[str, str],
         local_id: int = 0,
         num_supervisors: int = 1,
+        secret: str = "",
         logs: Path | None,
         show: Callable[[int, str], None],
+        clock: RunningClock | None = None,
     ):
-        """`local_id` is the rank of this supervisor among the `num_supervisors` of this host."""
+        """`local_id` is the rank of this supervisor among the `num_supervisors` of this host.
+
+        `secret` is the one of the supervisors; processes get only a token made from it.
+        """
         self._command = command
         self._environ = dict(environ)
         self._logs = logs
         self._show = show
+        self._clock = clock or RunningClock()
         self._local_id = local_id
         self._num_supervisors = num_supervisors
+        self._secret = secret
         self._children: list[_Child] = []
         self._ready = selectors.DefaultSelector()
         self._folder = tempfile.TemporaryDirectory(prefix="meshtrain-")
         self._attempt = 0
-        self._polled_at = time.monotonic()
-        self._resumed_at = 0.0  # when this supervisor itself was last stopped and continued
 
     def start(self, ranks: RankAssignment) -> None:
         """Starts the processes of an attempt; the last attempt must have been killed."""
@@ -137,6 +145,7 @@ class Workers:
                 "LOCAL_WORLD_SIZE": str(self._num_supervisors * ranks.num_local),
                 "PYTHONUNBUFFERED": "1",
                 progress.VARIABLE: str(path),
+                rendezvous.TOKEN_VARIABLE: signature.attempt_token(self._secret, ranks.nonce),
             }
             wrapper = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
             process = subprocess.Popen(
@@ -155,11 +164,6 @@ class Workers:
 
     def poll(self, seconds: float) -> None:
         """Waits at most `seconds` for output, then shows and logs it."""
-        now = time.monotonic()
-        if now - self._polled_at > 5 + seconds:
-            # The supervisor itself was stopped: do not count that time against the processes.
-            self._resumed_at = now
-        self._polled_at = now
         for key, _ in self._ready.select(seconds):
             self._read(key.data)
 
@@ -221,21 +225,21 @@ class Workers:
 
     def _status(self, child: _Child) -> ProcessStatus:
         page = child.page
-        now = time.monotonic()
+        now = self._clock.now()
         if not _is_stopped(child.process.pid):
-            child.stopped_since = 0.0
-        elif not child.stopped_since:
+            child.stopped_since = None
+        elif child.stopped_since is None:
             child.stopped_since = now
-        stopped_for = now - child.stopped_since if child.stopped_since else 0.0
+        stopped_for = 0.0 if child.stopped_since is None else now - child.stopped_since
 
-        # Time in which this supervisor itself was stopped does not count.
-        heartbeat_at = child.changed_at("heartbeat", (page["heartbeat"],))
-        heartbeat_age = 0.0
-        if page["heartbeat"]:
-            heartbeat_age = max(0.0, now - max(heartbeat_at, self._resumed_at))
+        heartbeat_at = child.changed_at("heartbeat", (page["heartbeat"],), now)
+        heartbeat_age = now - heartbeat_at if page["heartbeat"] else 0.0
         phase = (page.phase, page["phase_start"], page["current_step"])
-        phase_at = child.changed_at("phase", phase)
-        phase_age = max(0.0, now - max(phase_at, self._resumed_at))
+        phase_age = now - child.changed_at("phase", phase, now)
+        if page.fault and not child.is_fault_shown:
+            child.is_fault_shown = True
+            text = f"its progress page is damaged: {page.fault}; the last valid values count"
+            self._show(child.rank, text)
         return ProcessStatus(
             rank=child.rank,
             pid=child.process.pid,
@@ -275,9 +279,10 @@ class Workers:
         for child in self._children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_TIMEOUT
         for child in self._children:
             try:
-                child.process.wait(KILL_TIMEOUT)
+                child.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 message = f"pid {child.process.pid} cannot be killed; continuing without it"
                 self._show(child.rank, message)

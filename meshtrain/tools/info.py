@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain import hardware
+from meshtrain import console, hardware
 from meshtrain.cluster import distributed, environment
 from meshtrain.config.parse import on_devices
 from meshtrain.config.schema import AXES, Config
@@ -37,7 +37,7 @@ def describe_process() -> dict[str, str]:
 def print_row(name: str, text: str) -> None:
     # Flushed, because the next step may hang.
     if jax.process_index() == 0:
-        print(f"{name:17} {text}", flush=True)
+        console.say(f"{name:17} {text}")
 
 
 def check_all_reduce(name: str, values: np.ndarray, expected: float, **members: Any) -> bool:
@@ -110,5 +110,5 @@ def print_mesh(args: argparse.Namespace, cfg: Config) -> int:
             grid = mesh_drawing.grid_of_mesh(make_mesh(cfg.mesh), slices, device)
         lines = [*mesh_drawing.lines(cfg, grid)]
     if jax.process_index() == 0:
-        print(*lines, sep="\n")
+        console.say(*lines)
     return 0

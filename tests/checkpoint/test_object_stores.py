@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -21,6 +22,7 @@ from meshtrain.checkpoint import arrays, find, manifest
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.cli import app
+from meshtrain.supervise import launch
 from meshtrain.train import train
 from tests.lib.compare import assert_bit_equal
 from tests.lib.configs import quick
@@ -260,7 +262,7 @@ def test_one_run_at_a_time_holds_the_lock(url, monkeypatch, capsys):
     lock = object_store.scratch_folder(url) / "LOCK"
     assert object_store.acquire_lease(lock, log=print) == ""
     first, object_store._held = object_store._held, None  # as in another process
-    monkeypatch.setattr(object_store, "_is_dead", lambda holder: False)
+    monkeypatch.setattr(object_store, "is_dead", lambda holder: False)
     assert "another run is in it" in object_store.acquire_lease(lock, log=print)
     assert "waits 1 s" in capsys.readouterr().out
     # The holder is suspended for longer than a term: the next one takes over, and the first one
@@ -278,6 +280,63 @@ def test_one_run_at_a_time_holds_the_lock(url, monkeypatch, capsys):
     object_store.confirm_lease()
     object_store.release_lease()
     assert object_store.read(lock)[0] is None
+
+
+def test_what_another_run_may_have_written_is_not_moved(url, monkeypatch):
+    folder = object_store.scratch_folder(url)
+    source, target = folder / "checkpoints" / "2", folder / "checkpoints" / "quarantine" / "2"
+    for path in (source / "chunk", source / manifest.NAME):
+        object_store.write(path, b"ours")
+    workdir = storage.workdir_at(folder)
+    assert object_store.acquire_lease(folder / "LOCK", log=print) == ""
+    object_store.write(target / manifest.NAME, b"theirs")
+    with pytest.raises(OSError, match="another run has written it"):
+        workdir.move_objects(source, target)
+    object_store.write(target / manifest.NAME, None)
+    object_store.write(target / "chunk", None)
+    record, generation = object_store.read(folder / "LOCK")
+    object_store.write(folder / "LOCK", b"{}")
+    with pytest.raises(object_store.LockLost):
+        workdir.move_objects(source, target)
+    assert object_store.names(target) == [] and len(object_store.names(source)) == 2
+    object_store.write(folder / "LOCK", record)
+    workdir.move_objects(source, target)
+    assert object_store.names(source) == [] and len(object_store.names(target)) == 2
+    object_store.release_lease()
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_the_last_upload_of_launch_leaves_the_files_of_another_run(
+    url, monkeypatch, capfd, node_rank
+):
+    monkeypatch.setattr(object_store, "TERM", 2.0)
+    workdir = storage.open_workdir(url)
+    folder = workdir.folder
+    (folder / storage.LOGS).mkdir(parents=True)
+    for name in ("config.json", "events.jsonl", "logs/rank-0.log"):
+        (folder / name).write_text("ours")
+
+    def renew():
+        number = 0
+        while not ended.wait(0.1):
+            object_store.write(folder / "LOCK", json.dumps({"renewals": number}).encode())
+            number += 1
+
+    ended = threading.Event()
+    other = threading.Thread(target=renew)
+    object_store.write(folder / "LOCK", b"{}")
+    other.start()
+    launch._upload(workdir, node_rank=node_rank)
+    ended.set()
+    other.join()
+    assert object_store.names(folder) == ["LOCK"]
+    assert "another run is in it; the last logs of this one" in capfd.readouterr().err
+
+    # The other run has ended; or one of ours was killed.
+    launch._upload(workdir, node_rank=node_rank)
+    names = {*object_store.names(folder)}
+    assert "logs/rank-0.log" in names and ("events.jsonl" in names) == (node_rank == 0)
+    assert ("LOCK" in names) == (node_rank > 0)
 
 
 def test_a_path_in_a_scratch_folder_has_a_url(tmp_path, monkeypatch):
@@ -313,13 +372,11 @@ def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(url):
         and time.monotonic() - began < object_store.TERM / 2
     )
     object_store.release_lease()
-    assert object_store._is_dead({"pid": os.getpid(), **here})
-    assert not object_store._is_dead({"pid": os.getppid(), **here}) and not object_store._is_dead(
-        {}
-    )
+    assert object_store.is_dead({"pid": os.getpid(), **here})
+    assert not object_store.is_dead({"pid": os.getppid(), **here}) and not object_store.is_dead({})
     # Another machine or container may have the same name.
-    assert not object_store._is_dead({"pid": ended.pid, "host": here["host"], "kernel": "another"})
-    assert not object_store._is_dead({"pid": os.getpid(), "host": here["host"]})
+    assert not object_store.is_dead({"pid": ended.pid, "host": here["host"], "kernel": "another"})
+    assert not object_store.is_dead({"pid": os.getpid(), "host": here["host"]})
 
 
 def test_a_lost_answer_to_a_renewal_does_not_lose_the_lock(url, monkeypatch):
@@ -438,7 +495,7 @@ def test_a_rollback_is_recorded_in_the_store(url):
 
     saver = object.__new__(Saver)
     saver._workdir, saver._folder = storage.workdir_at(directory), directory.parent
-    saver._log = print
+    saver._log, saver._confirm_lock = print, lambda: None
     saver.record_rollback(manifest.read(directory), 777, {}, tokens=0)
     assert manifest.read(checkpoints(opened(url)) / "2").position == 777
 

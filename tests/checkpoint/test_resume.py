@@ -3,19 +3,24 @@
 Other changes are reported.
 """
 
+import ast
 import dataclasses
 import json
 import os
+import re
 import types
 
+import jax
 import numpy as np
 import optax
 import pytest
 
 import meshtrain
-from meshtrain.checkpoint import initial, manifest, resume, run_tokenizer
+from meshtrain import program
+from meshtrain.checkpoint import arrays, find, initial, manifest, resume, run_tokenizer
 from meshtrain.cli import app
 from meshtrain.config.parse import parse
+from meshtrain.config.schema import AdapterConfig
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.inference import generate
@@ -55,6 +60,16 @@ def finished(text, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run") / "run"
     train(text_config(text), workdir=workdir)
     return workdir
+
+
+def flat_shapes(workdir):
+    """Returns the shapes of the parameters of a run's newest checkpoint, by path."""
+    _, saved = find.find_valid(workdir)
+    kinds = arrays.saved_params(saved.arrays)
+    return {
+        path: jax.ShapeDtypeStruct(ast.literal_eval(kind.rpartition(" ")[0]), "float32")
+        for path, kind in kinds.items()
+    }
 
 
 def saved_of(workdir):
@@ -265,10 +280,14 @@ def test_paths_in_a_config_json_are_absolute(tmp_path, monkeypatch):
 
 
 def test_init_from_a_run_with_another_tokenizer_is_logged(finished):
-    settings = types.SimpleNamespace(init_from=str(finished))
+    settings = types.SimpleNamespace(init_from=str(finished), init_only="*")
+    params = flat_shapes(finished)
+    adapter = AdapterConfig(rank=0)
     for digest, found in (("bytes", 0), ("", 0), ("0123456789abcdef", 1)):
         lines = []
-        initial.find_source(settings, {"tokenizer": digest}, log=lines.append)
+        initial.find_source(
+            settings, {"tokenizer": digest}, params, adapter=adapter, log=lines.append
+        )
         assert sum("tokenizer   differs from that of" in line for line in lines) == found
 
 
@@ -359,3 +378,77 @@ def test_parameters_are_initialised_by_pattern_and_the_others_are_logged(workdir
         meshtrain.ConfigError, match="checkpoint.init_from=.*no valid checkpoint there"
     ):
         train(c, workdir=tmp_path / "third")
+
+
+# A key of the model and its value in the new run, the fault, and what init_only may load.
+OTHER_SIZES = {
+    "num_layers": (
+        3,
+        r"layers/attention/key/kernel has shape \(3, 32, 2, 8\) here",
+        "final_norm/*,output/*,tokens/*",
+    ),
+    "d_ff": (
+        48,
+        r"layers/mlp/down/kernel has shape \(2, 48, 32\) here",
+        "final_norm/*,layers/attention/*,layers/attention_norm/*,layers/mlp_norm/*,output/*,"
+        "tokens/*",
+    ),
+    "d_model": (64, r"final_norm/scale has shape \(64,\) here", ""),
+    "bias": (
+        True,
+        r"layers/attention/key/bias has shape \(2, 2, 8\) here and is not there, and 6 more",
+        "final_norm/*,layers/attention/key/kernel,layers/attention/out/kernel,"
+        "layers/attention/query/kernel,layers/attention/value/kernel,layers/attention_norm/*,"
+        "layers/mlp/down/kernel,layers/mlp/gate/kernel,layers/mlp/up/kernel,layers/mlp_norm/*,"
+        "output/*,tokens/*",
+    ),
+    "vocab_size": (
+        200,  # both are padded to a multiple of 128
+        r"output/kernel has shape \(32, 256\) here and has shape \(32, 128\) there, and 1 more",
+        "final_norm/*,layers/*",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", OTHER_SIZES)
+def test_init_from_a_run_of_other_sizes_is_one_line_with_a_way_out(
+    finished_run, tmp_path, monkeypatch, key
+):
+    """It advised to use another --workdir with init_from, which is what the user does."""
+    value, fault, fitting = OTHER_SIZES[key]
+    c = quick(steps=0)
+    c.checkpoint.init_from, c.model[key] = str(finished_run), value
+    with monkeypatch.context() as patch:
+        patch.setattr(program.Program, "initial_state", None)  # not called
+        with pytest.raises(ConfigError, match=f"^checkpoint.init_from=.*: parameter {fault}") as e:
+            train(c, workdir=tmp_path / "new")
+    (line,) = e.value.faults
+    assert str(finished_run) in line and "use the sizes of that run" in line
+    assert not (tmp_path / "new" / "config.json").exists()
+    advice = re.findall(r'--config.checkpoint.init_only="(.*)"$', line)
+    assert advice == [fitting] * bool(fitting)
+    if key == "vocab_size":  # the advice works
+        c.checkpoint.init_only = fitting
+        assert train(c, workdir=tmp_path / "new").step == 0
+
+
+def test_a_run_starts_from_a_run_that_removes_the_checkpoint_that_was_chosen(
+    workdir, tmp_path, monkeypatch, capsys
+):
+    """A live run with keep_last: between the choice and the read, a newer one replaces it."""
+    folder = checkpoints(workdir)
+    read = arrays.restore_params
+
+    def remove_first(directory, *args, **kwargs):
+        if directory.name == "6":
+            find.remove(directory)
+        return read(directory, *args, **kwargs)
+
+    monkeypatch.setattr(arrays, "restore_params", remove_first)
+    c = quick(steps=0)
+    c.checkpoint.init_from = str(workdir)
+    params = flat(train(c, workdir=tmp_path / "new").state.params)
+    assert_bit_equal(params, params_of(folder / "4"))
+    assert f"parameters of {folder / '4'}" in capsys.readouterr().out
+    (record,) = (one for one in events(tmp_path / "new") if one["event"] == "init_from")
+    assert record["path"] == str(folder / "4")

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from meshtrain.cluster import runtime
+from meshtrain.cluster import distributed, rendezvous, runtime
 from meshtrain.errors import ConfigError
 from meshtrain.train import train
 from tests.lib.paths import ROOT
@@ -141,3 +141,19 @@ def test_a_process_of_several_that_has_joined_none_does_not_train_alone(tiny, mo
     monkeypatch.setenv("MASTER_PORT", "1234")
     with pytest.raises(ConfigError, match="^WORLD_SIZE=2: this process has not joined"):
         train(tiny)
+
+
+def test_a_process_meets_the_others_with_the_token_of_its_supervisor(monkeypatch):
+    class Met(Exception):
+        pass
+
+    def wait_for_all(process, *, seconds, token):
+        raise Met(token)
+
+    monkeypatch.setattr(rendezvous, "wait_for_all", wait_for_all)
+    monkeypatch.setenv("MESHTRAIN_TOKEN", "f" * 64)
+    with pytest.raises(Met, match="f" * 64):
+        distributed.initialize("127.0.0.1:1", 2, 1)
+    monkeypatch.delenv("MESHTRAIN_TOKEN")  # without a supervisor
+    with pytest.raises(Met, match="^$"):
+        distributed.initialize("127.0.0.1:1", 2, 1)

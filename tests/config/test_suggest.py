@@ -58,6 +58,7 @@ def test_a_key_is_suggested_where_one_is_near(name, key):
         ("--steps", "--config.train.steps"),
         ("--workdri", "--workdir"),
         ("--output_dir", "--workdir"),
+        ("--resume-from-checkpoint", "--workdir"),
         ("--from-scratch", "--from_scratch"),
         ("--backend", ""),
         ("--gpus", ""),

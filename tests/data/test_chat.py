@@ -182,6 +182,54 @@ def test_a_template_cannot_leave_the_sandbox(text, tmp_path):
         template.render([])
 
 
+DOUBLED = "{% set ns = namespace(x='aaaaaaaaaaaaaaaa') %}{% for i in range(60) %}{% set ns.x = "
+LOOPS = "{% for i in range(10**5) %}" * 4
+BOMBS = {
+    "a text that is multiplied": ("{{ 'a' * 10**10 }}", "more than 1,073,741,824 bytes"),
+    "padding": ("{{ 'a'.center(10**10) }}", "more than 1,073,741,824 bytes"),
+    "doubling": (DOUBLED + "ns.x ~ ns.x %}{% endfor %}", "more than 1,073,741,824 bytes"),
+    "a long text": (
+        f"{LOOPS}{'a' * 1000}{'{% endfor %}' * 4}",
+        "writes more than 16,777,216 characters",
+    ),
+    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "nested brackets": ("{{" + "(" * 10**5, "recursion"),
+}
+SLOW = {
+    "loops": f"{LOOPS}{'{% endfor %}' * 4}",
+    "a power": "{{ 9**(9**9) }}",
+    "a loop that prints nothing": "{% for i in range(10**5) %}{% if (range(10**5)|sum) == 1 %}a"
+    "{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_template_has_bounds_of_memory_and_size(case, tmp_path):
+    text, fault = BOMBS[case]
+    with pytest.raises(ValueError, match=fault) as caught:
+        chat_template.load(put(tmp_path / "t", text)).render([])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_a_template_has_a_limit_of_time(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
+    folder = put(tmp_path / "t", "{{ 'a' }}" + SLOW[case])
+    with pytest.raises(ConfigError, match=f"{folder}: its chat template takes more than "):
+        template = chat_template.load(folder)
+        template.render([])
+    (tmp_path / "a.jsonl").write_text(LINES[0])
+    with pytest.raises(ConfigError, match="its chat template takes more than ") as caught:
+        build(tmp_path / "a.jsonl", folder)
+    assert "a.jsonl" not in str(caught.value)  # it is not the line's fault
+
+
+@pytest.mark.parametrize("settings", [1, ["a"], [{}], [{"name": ["a"], "template": 1}], {"a": 1}])
+def test_settings_without_a_template_are_errors(settings, tmp_path):
+    with pytest.raises(ConfigError, match="chat.template"):
+        chat_template.load(put(tmp_path / "t", settings))
+
+
 LINES = [json.dumps({"messages": one.messages}) for one in CONVERSATIONS[:4]]
 LINES += [
     json.dumps({"prompt": f"count {n}", "completion": " ".join(map(str, range(n)))})
@@ -412,6 +460,32 @@ def test_generate_writes_the_reply_to_a_message(workdir, capsys):
     assert "a bytes tokenizer has no chat template" in capsys.readouterr().err
 
 
+def test_a_conversation_that_the_model_cannot_see_completely_is_rejected(workdir, capsys):
+    """Without the beginning of its template it would be no conversation."""
+    arguments = [f"--workdir={workdir}", "--chat", "--temperature=0"]
+    capsys.readouterr()
+    assert app.main("generate", [*arguments, f"--prompt={'count 5 ' * 40}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("prompt 0: it has ")
+    assert error.endswith("more than the 64 that the model sees; use a shorter message\n")
+
+
+def test_a_reply_ends_where_the_context_is_full(workdir, folders, capsys):
+    tokenizer = tokenizers.load(folders["marked"])
+    prompt = chat_prompts.encode(tokenizer, chat_prompts.load(tokenizer), "count 5")
+    arguments = [f"--workdir={workdir}", "--chat", "--prompt=count 5", "--temperature=0"]
+    size = len(prompt) + 2
+    capsys.readouterr()
+    assert app.main("generate", [*arguments, f"--context={size}", "--length=30"]) == 0
+    out, error = capsys.readouterr()
+    # The last token is generated, and not seen.
+    assert out.strip() == tokenizer.decode(tokenizer.encode(REPLY)[:3])
+    assert error == (
+        f"reply 0 ends because prompt and reply fill the {size} tokens that the model sees; "
+        f"use a shorter message, or --context={size + 1}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "ends"),
     [
@@ -437,8 +511,22 @@ def test_a_prompt_ends_where_the_reply_begins_and_a_reply_where_the_template_end
     assert len(ids) == np.flatnonzero(chat.is_inside(offsets, spans))[0]
 
 
-def test_the_tokens_that_generation_config_lists_end_a_reply(tmp_path):
-    folder = put(tmp_path / "t", FOUND["templates"]["mistral"])
-    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
-    tokenizer = tokenizers.load(folder)
-    assert chat_prompts.end_tokens(tokenizer, chat_prompts.load(tokenizer)) == [1, 7]
+def test_a_special_token_before_the_text_of_a_reply_does_not_end_it(tmp_path):
+    template = "{% for m in messages %}{{ m.role }}<s>{{ m.content }}<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant{% endif %}"
+    tokenizer = tokenizers.load(put(tmp_path / "t", template))
+    vocabulary = json.loads((GOLDEN / "tokenizer.json").read_text())["model"]["vocab"]
+    found = chat_prompts.end_tokens(tokenizer, chat_prompts.load(tokenizer))
+    assert {*found} == {vocabulary["</s>"], vocabulary["<|im_end|>"]}
+
+
+def test_the_tokens_that_generation_config_lists_end_a_reply(workdir, tmp_path, capsys):
+    run = shutil.copytree(workdir, tmp_path / "run")
+    tokenizer = tokenizers.load(run / "tokenizer")
+    ids = tokenizer.encode(REPLY)
+    listed = {"eos_token_id": [1, int(ids[3])]}
+    (run / "tokenizer" / "generation_config.json").write_text(json.dumps(listed))
+    arguments = [f"--workdir={run}", "--chat", "--prompt=count 5", "--temperature=0"]
+    capsys.readouterr()
+    assert app.main("generate", [*arguments, "--length=30"]) == 0
+    assert capsys.readouterr().out.strip() == tokenizer.decode(ids[:3]).strip()

@@ -1,5 +1,7 @@
 """A prepared folder as a source."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -64,3 +66,55 @@ def test_a_corrupt_manifest_is_rejected(tmp_path, text):
     (tmp_path / "out" / "manifest.json").write_text(text)
     with pytest.raises(ConfigError, match="manifest.json"):
         build(tmp_path / "out")
+
+
+HOSTILE = {
+    "a path out of the folder": lambda m: m["shards"][0].update(name="../out/00000"),
+    "an absolute path": lambda m: m["shards"][0].update(name="/etc/passwd"),
+    "a NUL": lambda m: m["shards"][0].update(name="0\0"),
+    "a tokenizer elsewhere": lambda m: m["tokenizer"].update(file="../tokenizer.json"),
+    "no vocabulary": lambda m: m["tokenizer"].update(vocab_size=0),
+    "a vocabulary of gigabytes": lambda m: m["tokenizer"].update(vocab_size=2**40),
+    "a token outside the vocabulary": lambda m: m["tokenizer"].update(eos=256),
+    "a text as bos": lambda m: m["tokenizer"].update(bos="<s>"),
+    "a list as the tokenizer": lambda m: m.update(tokenizer=[1]),
+    "a negative count": lambda m: m["shards"][0].update(tokens=-1),
+    "a size of no number": lambda m: m["shards"][0]["files"]["bin"].update(size=None),
+    "no shards": lambda m: m.update(shards=None),
+    "numbers as shards": lambda m: m.update(shards=[1]),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_manifest_is_one_line(tmp_path, capsys, case):
+    out = tmp_path / "out"
+    assert run(write_jsonl(tmp_path / "in"), f"--output={out}") == 0
+    manifest = json.loads((out / prepared.MANIFEST).read_text())
+    HOSTILE[case](manifest)
+    (out / prepared.MANIFEST).write_text(json.dumps(manifest))
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match="manifest.json: is corrupt: "):
+        build(out)
+    assert run(f"--verify={out}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "manifest.json: is corrupt: " in line
+
+
+def test_an_array_of_token_bytes_that_claims_gigabytes_is_rejected(tmp_path):
+    """Its header says 2^40 tokens, and nothing follows."""
+    out = tmp_path / "out"
+    assert run(write_jsonl(tmp_path / "in"), f"--output={out}") == 0
+    path = out / prepared.TOKEN_BYTES
+    headers = {
+        "shape": "{'descr': '<i4', 'fortran_order': False, 'shape': (1099511627776,)}",
+        "nesting": "(" * 5000,
+        "signs": "-" * 5000 + "1",
+        "objects": "{'descr': '|O', 'fortran_order': False, 'shape': (256,)}",
+        "floats": "{'descr': '<f4', 'fortran_order': False, 'shape': (256,)}",
+    }
+    for header in headers.values():
+        size = len(header).to_bytes(2, "little")
+        path.write_bytes(b"\x93NUMPY\x01\x00" + size + header.encode() + bytes(1024))
+        with pytest.raises(ConfigError, match="token_bytes.npy: cannot be read: ") as caught:
+            build(out)
+        assert len(str(caught.value)) < 500

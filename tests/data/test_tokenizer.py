@@ -1,11 +1,12 @@
 """Tokenizers: a text survives the round trip, and is split only where that changes no token."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
-from meshtrain.data import split_points, tokenizer
+from meshtrain.data import prepared, split_points, tokenizer
 from meshtrain.data.chat import reply_encoder
 from meshtrain.errors import ConfigError
 from tests.lib.prepare import (
@@ -91,6 +92,79 @@ def test_the_eos_token_is_detected_or_given(tmp_path, capsys, eos, flag):
     assert run(flags[0], f"--output={tmp_path / 'bytes'}") == 0
     with pytest.raises(ConfigError, match="no such token"):
         tokenizer.load(tmp_path / "bytes", eos="<s>")
+
+
+def with_config(folder, config, *, name="tokenizer_config.json"):
+    """Writes a tokenizer with the special tokens <|endoftext|>, <END> and <START>, and a config.
+
+    Returns their ids.
+    """
+    file = hugging_face(folder)
+    described = json.loads(file.read_text())
+    for number, content in ((320, "<END>"), (321, "<START>")):
+        token = {**described["added_tokens"][0], "id": number, "content": content}
+        described["added_tokens"].append(token)
+    file.write_text(json.dumps(described))
+    (folder / name).write_text(json.dumps(config))
+    return {"<|endoftext|>": 0, "<END>": 320, "<START>": 321, None: None}
+
+
+@pytest.mark.parametrize(
+    ("config", "eos", "bos", "adds_bos"),
+    [
+        ({}, "<|endoftext|>", None, False),
+        ({"eos_token": "<END>"}, "<END>", None, False),
+        ({"eos_token": {"content": "<END>", "special": True}}, "<END>", None, False),
+        ({"eos_token": None, "bos_token": "<START>"}, "<|endoftext|>", "<START>", False),
+        ({"eos_token": "of another vocabulary"}, "<|endoftext|>", None, False),
+        ({"bos_token": "<START>", "add_bos_token": True}, "<|endoftext|>", "<START>", True),
+        ({"bos_token": "<START>", "add_bos_token": False}, "<|endoftext|>", "<START>", False),
+        ({"add_bos_token": True}, "<|endoftext|>", None, False),
+    ],
+    ids=str,
+)
+def test_documents_end_and_begin_with_the_tokens_of_tokenizer_config(
+    config, eos, bos, adds_bos, tmp_path, capsys
+):
+    ids = with_config(tmp_path / "t", config)
+    out = tmp_path / "out"
+    flags = [write_jsonl(tmp_path / "in"), f"--output={out}", f"--tokenizer={tmp_path / 't'}"]
+    assert run(*flags) == 0
+    if adds_bos:
+        assert "each document begins with its token 321" in capsys.readouterr().out
+    entry = prepared.read_manifest(out)["tokenizer"]
+    assert entry["eos"] == ids[eos]
+    assert entry["bos"] == (ids[bos] if adds_bos else None)
+    begin = [entry["bos"]] if adds_bos else []
+    loaded = tokenizer.load(tmp_path / "t")
+    assert documents(out) == [[*begin, *loaded.encode(text).tolist()] for text in TEXTS]
+    assert (loaded.eos, loaded.bos, loaded.adds_bos) == (ids[eos], ids[bos], adds_bos)
+    # The prepared folder knows what it was prepared with.
+    stored = tokenizer.load(out)
+    assert (stored.eos, stored.adds_bos) == (ids[eos], adds_bos)
+    assert not adds_bos or stored.bos == ids[bos]
+
+
+def test_flags_replace_what_tokenizer_config_says(tmp_path):
+    config = {"eos_token": "<END>", "bos_token": "<START>", "add_bos_token": True}
+    with_config(tmp_path / "t", config, name="special_tokens_map.json")
+    flags = [write_jsonl(tmp_path / "in"), f"--tokenizer={tmp_path / 't' / 'tokenizer.json'}"]
+    assert run(*flags, f"--output={tmp_path / 'a'}", "--no-bos", "--eos=<|endoftext|>") == 0
+    entry = prepared.read_manifest(tmp_path / "a")["tokenizer"]
+    assert (entry["eos"], entry["bos"]) == (0, None)
+
+
+def test_a_folder_is_not_resumed_with_other_ends(tmp_path, capsys):
+    with_config(tmp_path / "t", {})
+    out = tmp_path / "out"
+    flags = [write_jsonl(tmp_path / "in"), f"--output={out}", f"--tokenizer={tmp_path / 't'}"]
+    assert run(*flags) == 0
+    # The token of the old spelling is no change.
+    (tmp_path / "t" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert run(*flags) == 0 and "already prepared" in capsys.readouterr().out
+    (tmp_path / "t" / "tokenizer_config.json").write_text('{"eos_token": "<END>"}')
+    assert run(*flags) == 2
+    assert "different settings: eos was '', now '<END>'" in capsys.readouterr().err
 
 
 def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(tmp_path):
@@ -195,3 +269,81 @@ def test_an_empty_tokenizer_json_is_not_read_as_a_sentencepiece_model(tmp_path):
     pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     with pytest.raises(ConfigError, match="tokenizer.json is not a tokenizer.json"):
         tokenizer.load(tmp_path)
+
+
+def split_at(pattern):
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+
+
+def replace(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+DOUBLINGS = [replace({"String": "a"}, "aa")] * 40
+BPE = {"type": "BPE", "vocab": {}, "merges": []}
+HOSTILE = {
+    "a pattern that backtracks for ever": (
+        {"pre_tokenizer": split_at("(a+)+$")},
+        "fails: Onig: Regex search error: retry-limit-in-match over",
+    ),
+    "a table of characters that is none": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        "is not a tokenizer.json: Precompiled",
+    ),
+    "pieces of no characters": (
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "fails: chunk size must be non-zero",
+    ),
+    "a replacement of nothing": (
+        {"normalizer": replace({"Regex": ""}, "xxxx")},
+        "fails: index out of bounds",
+    ),
+    "stripping of more than there is": (
+        {"decoder": {"type": "Strip", "content": "a", "start": 10**6, "stop": 10**6}},
+        "fails: index out of bounds",
+    ),
+    "no token for unknown characters": (
+        {"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]}},
+        "fails: Encountered an unknown token",
+    ),
+    "replacements that double": (
+        {"normalizer": {"type": "Sequence", "normalizers": DOUBLINGS}},
+        "may make 1,099,511,627,776 characters of one",
+    ),
+    "an id of gigabytes": (
+        {"model": {**BPE, "vocab": {"a": 2**32 - 1}}, "added_tokens": []},
+        "its largest token id is 4294967295, in a file of",
+    ),
+    "no token": ({"model": BPE, "added_tokens": []}, "its largest token id is -1"),
+    "deep nesting": ("[" * 10**5, "is not a tokenizer.json"),
+    "invalid UTF-8": (b"{\xff", "is not a tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_tokenizer_is_one_line(tmp_path, capfd, case):
+    """The package panics, which is no Exception, and prints a page to stderr."""
+    change, fault = HOSTILE[case]
+    path = hugging_face(tmp_path / "t")
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(path.read_text()) | change)
+    path.write_bytes(change if isinstance(change, bytes) else change.encode())
+    with pytest.raises(ConfigError) as caught:
+        loaded = tokenizer.load(path)
+        loaded.decode(loaded.encode("a" * 5000 + "b"))
+    assert str(caught.value).startswith(f"tokenizer {path}") and fault in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_others_print_while_a_tokenizer_is_read_arrives(tmp_path, capfd):
+    with tokenizer.reporting_faults(tmp_path, "fails"):
+        os.write(2, b"of another thread")
+    assert capfd.readouterr().err == "of another thread"
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="a pipe, not a file|is a pipe"):
+        tokenizer.load(tmp_path / "tokenizer.json")

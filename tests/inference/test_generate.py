@@ -14,13 +14,18 @@ import numpy as np
 import pytest
 
 from meshtrain import state as states
+from meshtrain.checkpoint import run_tokenizer
 from meshtrain.cli import app
 from meshtrain.config.build import build_data, build_model
+from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
+from meshtrain.data import tokenizer as tokenizers
 from meshtrain.inference import generate
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
 from tests.lib.configs import tiny_config
+from tests.lib.hf import GOLDEN
+from tests.lib.hf import run as run_convert
 from tests.lib.paths import ROOT
 from tests.lib.prepare import TEXTS, hugging_face, sentence_piece, write_jsonl
 
@@ -141,6 +146,135 @@ def encoded(monkeypatch):
 
     monkeypatch.setattr(generate.sampling, "generate", record)
     return recorded
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A converted model whose own length is 64; its config trains with rows of 16 tokens."""
+    folder = tmp_path_factory.mktemp("imported")
+    config = "from tests.lib.configs import tiny_config as get_config"
+    (folder / "rows_of_16.py").write_text(config)
+    run_convert(GOLDEN / "llama3", folder / "run", f"--config={folder / 'rows_of_16.py'}")
+    return folder / "run"
+
+
+@pytest.fixture
+def spelling(tmp_path):
+    """A Hugging Face folder with a tokenizer of single characters, from "(" to "a"."""
+    package = pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
+    folder = shutil.copytree(GOLDEN / "llama3", tmp_path / "hf")
+    vocabulary = {chr(40 + number): number for number in range(58)}
+    vocabulary |= {"<s>": 58, "</s>": 59, "<END>": 60}
+    tokenizer = package.Tokenizer(package.models.BPE(vocabulary, []))
+    tokenizer.decoder = package.decoders.Fuse()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<END>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_prompt_of_a_converted_model_begins_as_its_tokenizer_says(
+    spelling, tmp_path, encoded, capsys
+):
+    for config, prefix in (
+        ({"add_bos_token": True, "bos_token": "<END>"}, [60]),
+        ({"add_bos_token": False}, []),
+    ):
+        (spelling / "tokenizer_config.json").write_text(json.dumps(config))
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        run_convert(spelling, tmp_path / "run")
+        encoded.clear()
+        flags = [f"--workdir={tmp_path / 'run'}", "--prompt=()", "--length=1"]
+        assert run_verb("generate", *flags, capsys=capsys)[0] == 0
+        assert run_verb("generate", *flags, "--no-bos", capsys=capsys)[0] == 0
+        assert encoded == [[*prefix, 0, 1], [0, 1]]
+
+
+def test_a_text_ends_at_each_token_that_the_files_of_a_model_list(spelling, tmp_path, capsys):
+    """transformers ends it there too, in this order of the files."""
+    config = json.loads((spelling / "config.json").read_text())
+    (spelling / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    run_convert(spelling, tmp_path / "run")
+    capsys.readouterr()
+    flags = [f"--workdir={tmp_path / 'run'}", "--prompt=0", "--length=9", "--temperature=3"]
+    code, out, _ = run_verb("generate", *flags, capsys=capsys)
+    assert code == 0
+    number = next(number for number in range(3, len(out)) if out[number] not in out[:number])
+    end = ord(out[number]) - 40
+    expected = out[:number] + "\n"
+    for name, content, ends in (
+        ("huggingface.json", {"eos_token_id": end}, True),
+        ("generation_config.json", {"eos_token_id": [60, True, "2", -1, None]}, False),
+        ("generation_config.json", {"eos_token_id": [60, end]}, True),
+        ("generation_config.json", [], True),  # as the other file says
+        ("huggingface.json", {"text_config": {"eos_token_id": [60]}}, False),
+    ):
+        (tmp_path / "run" / name).write_text(json.dumps(content))
+        _, found, _ = run_verb("generate", *flags, capsys=capsys)
+        assert found == (expected if ends else out), content
+
+
+def test_ids_of_another_tokenizer_end_no_text(spelling, tmp_path):
+    run_convert(spelling, tmp_path / "start")
+    (tmp_path / "start" / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    (tmp_path / "mine").mkdir()
+    text = (spelling / "tokenizer.json").read_text().replace("<END>", "<STOP>")
+    (tmp_path / "mine" / "tokenizer.json").write_text(text)
+    config = {"data": {"tokenizer_path": str(tmp_path / "mine")}}
+    config["checkpoint"] = {"init_from": str(tmp_path / "start")}
+    for name, ends in (("mine", []), ("start", [7])):
+        config["data"]["tokenizer_path"] = str(tmp_path / name)
+        workdir = tmp_path / f"run of {name}"
+        workdir.mkdir()
+        run_tokenizer.copy_tokenizer(workdir, config, "")
+        tokenizer = tokenizers.load(workdir / "tokenizer")
+        folders = run_tokenizer.folders(workdir, config)
+        assert run_tokenizer.listed_end_tokens(folders, tokenizer) == ends
+
+
+DIGITS = "0123456789" * 4
+
+
+def test_a_converted_model_sees_as_many_tokens_as_it_was_made_for(imported, capsys):
+    """And not as many as the rows have that it would be trained with next."""
+    flags = [f"--workdir={imported}", f"--prompt={DIGITS}", "--length=8", "--temperature=0"]
+    default = run_verb("generate", *flags, capsys=capsys)
+    assert default == run_verb("generate", *flags, "--context=64", capsys=capsys)
+    assert default[0] == 0 and default[2] == ""
+    code, out, err = run_verb("generate", *flags, "--context=16", capsys=capsys)
+    assert code == 0 and out != default[1]
+    assert err == (
+        "prompt 0: its first 24 of 40 tokens are dropped: the model sees the last 16; "
+        "use a shorter prompt, or --context=40\n"
+    )
+
+
+def test_a_run_that_began_with_a_converted_model_keeps_its_length(imported, tmp_path, capsys):
+    c = load_config(str(imported / "config.json"))
+    c.train.update(steps=0, global_batch=8)
+    c.checkpoint.init_from, c.eval.batches = str(imported), 0
+    train(c, workdir=tmp_path)
+    capsys.readouterr()
+    flags = [f"--workdir={tmp_path}", f"--prompt={DIGITS}", "--length=8"]
+    default = run_verb("generate", *flags, capsys=capsys)
+    assert default == run_verb("generate", *flags, "--context=64", capsys=capsys)
+    assert default[0] == 0 and default[2] == ""
+
+
+def test_every_way_to_lose_the_beginning_of_a_prompt_is_reported(workdir, imported, capsys):
+    flags = [f"--workdir={workdir}", "--temperature=0", "--length=2"]
+    prompts = ["--prompt=ABC", f"--prompt={DIGITS}"]
+    code, out, err = run_verb("generate", *flags, *prompts, capsys=capsys)
+    assert (code, out.splitlines()[1]) == (0, "ABCDE")
+    # More than the rows that it was trained with are no way out.
+    assert err == (
+        "prompt 1: its first 24 of 40 tokens are dropped: the model sees the last 16; "
+        "use a shorter prompt\n"
+    )
+    code, _, err = run_verb("generate", *flags, "--prompt=ABC", "--length=14", capsys=capsys)
+    assert code == 0 and err.count("\n") == 1
+    assert err.startswith("--length=14: with the prompt it is more than the 16 tokens")
+    code, _, err = run_verb("generate", *flags, "--prompt=ABC", "--length=13", capsys=capsys)
+    assert (code, err) == (0, "")
 
 
 def run_on_prepared_text(folder, *flags):

@@ -4,6 +4,17 @@ import json
 import time
 
 HELLO = {"node": 1, "nnodes": 2, "nproc": 1}
+STATUS = dict(
+    rank=1,
+    pid=7,
+    phase="step",
+    current_step=5,
+    first_step=0,
+    phase_age=0.5,
+    heartbeat_age=0,
+    stopped_for=0.0,
+    step_seconds=0.1,
+)
 
 
 def line(message):

@@ -467,6 +467,12 @@ def test_a_model_of_nnx_modules_has_an_adapter_too():
     chex.assert_trees_all_close(found, expected, rtol=2e-5)
 
 
+def test_a_model_without_linear_layers_gets_no_adapter():
+    model = from_nnx(lambda rngs: nnx.Embed(8, 4, rngs=rngs), lambda module, x: weighted(x))
+    with pytest.raises(ConfigError, match=r"^adapter.targets=x,y: the model has no layer .*Dense"):
+        lora.lora(model, rank=2, alpha=6.0, targets=("x", "y"))
+
+
 def test_a_model_that_is_one_loss_has_no_dropout_of_its_adapter():
     plain = from_nnx(Regressor, lambda module, x: weighted((module(x) ** 2).sum(-1)))
     with pytest.raises(ConfigError, match=r"^adapter.dropout=0.1: the model is one loss"):

@@ -1,5 +1,6 @@
 """Stacks of a user's own modules, NNX and Linen, and the example of the documentation."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -80,6 +81,39 @@ class LinenHead(linen.Module):
         return loss_of(linen.Dense(4)(x), batch)
 
 
+class Sized(nnx.Module):
+    """A module in the style of Flax's own: its sizes first, rngs by name."""
+
+    def __init__(self, size, *, out=8, rngs):
+        self.linear = nnx.Linear(size, out, rngs=rngs)
+
+    def __call__(self, batch):
+        return self.linear(batch["x"])
+
+
+class Widened(Block):
+    def __call__(self, x, batch):
+        return jax.numpy.pad(x, ((0, 0), (0, 1)))
+
+
+class Dropping(Block):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+class Paired(Block):
+    def __call__(self, x, batch):
+        return x, batch["x"]
+
+
+LINEN_INPUT = np.zeros((2, 8))
+
+
+def linen_model(module=None, loss=loss_of, example=LINEN_INPUT):
+    return meshtrain.from_linen(module or linen.Dense(8), loss, example=example)
+
+
 PARTS = {
     "nnx": dict(embed=Embed, block=Block, head=Head),
     "linen": dict(embed=LinenEmbed(), block=LinenBlock(), head=LinenHead()),
@@ -101,6 +135,11 @@ def test_a_stack_of_own_modules_is_verified_in_a_pipeline(kind):
         own = case.VerifyCase(tiny_config(), stack(kind), Source(samples), keep_sizes=False)
         result = verify.check_layout(own, row)
     assert result.fault is None and result.differences["gradients"] < 1e-12
+
+
+def test_a_class_may_take_rngs_by_name():
+    model = stack("nnx", embed=functools.partial(Sized, 16))
+    assert model.embed(model.init(jax.random.key(0)), EXAMPLE_BATCH).shape == (2, 8)
 
 
 def test_masks_differ_between_layers():
@@ -125,7 +164,7 @@ def test_masks_differ_between_layers():
             "LinenEmbed is a Linen module, .*; pass example=BATCH",
         ),
         (
-            lambda: stack("nnx", block=lambda rngs: nnx.Dropout(0.5, rngs=rngs)),
+            lambda: stack("nnx", block=Dropping),
             r"Dropout with rate 0.5, is inside a stack: .*use meshtrain.dropout\(x, batch",
         ),
         (
@@ -137,6 +176,88 @@ def test_masks_differ_between_layers():
             lambda: run(stack("nnx", head=Block)),
             "the head returned .*; return meshtrain.weighted",
         ),
+        (
+            lambda: run(stack("nnx", block=Widened)),
+            r"^from_blocks: the block returned float32\[2, 9\] for x of float32\[2, 8\]; return",
+        ),
+        (
+            lambda: run(stack("nnx", block=Paired)),
+            r"^from_blocks: the block returned \('float32\[2, 8\]', .*\) for x of float32",
+        ),
+        (
+            lambda: stack("nnx", block=Head(nnx.Rngs(0))),
+            "^from_blocks: block is a Head that is made already; pass its class, or a function",
+        ),
+        (
+            lambda: stack("nnx", head=lambda: Head(nnx.Rngs(0))),
+            "^from_blocks: head: <lambda> has no parameter rngs; pass a function of rngs alone",
+        ),
+        (
+            lambda: stack("nnx", embed=Block),
+            r"^from_blocks: Block cannot be called as embed\(batch\): missing .*'batch'",
+        ),
+        (
+            lambda: stack("linen", head=LinenEmbed()),
+            r"^from_blocks: LinenEmbed cannot be called as head\(x, batch\): too many",
+        ),
+        (
+            lambda: stack("linen", block=LinenBlock),
+            r"^from_blocks: block is a class of Linen modules; pass a module: block=LinenBlock\(",
+        ),
+        (
+            lambda: meshtrain.from_nnx(Sized(8, rngs=nnx.Rngs(0)), loss_of),
+            "^from_nnx: build is a Sized that is made already; pass its class, or a function",
+        ),
+        (
+            lambda: meshtrain.from_nnx(Sized, loss_of),
+            r"^from_nnx: build: Sized also needs size; pass .*: lambda rngs: Sized\(size=..., rngs",
+        ),
+        (
+            lambda: meshtrain.from_nnx(loss_of, Block),
+            "^from_nnx: build: loss_of also needs batch; pass a function of rngs alone",
+        ),
+        (
+            lambda: meshtrain.from_nnx(lambda rngs: None, loss_of),
+            "^from_nnx: build: <lambda> returned a NoneType, which is no nnx.Module",
+        ),
+        (
+            lambda: meshtrain.from_nnx("Block", loss_of),
+            "^from_nnx: build is a str; pass a function rngs -> module",
+        ),
+        (
+            lambda: meshtrain.from_nnx(Block, None),
+            r"^from_nnx: loss is NoneType; pass a function loss\(module, batch\) that returns",
+        ),
+        (
+            lambda: meshtrain.from_nnx(Block, lambda module: 0),
+            r"^from_nnx: loss is <lambda>; pass a function loss\(module, batch\) that returns",
+        ),
+        (
+            lambda: meshtrain.from_nnx(linen.Dense(8), loss_of),
+            "^from_nnx: Dense is a Linen module; use meshtrain.from_linen",
+        ),
+        (
+            lambda: linen_model(module=linen.Dense),
+            r"^from_linen: module is Dense, .*; pass a module: Dense\(...\)",
+        ),
+        (
+            lambda: linen_model(module=Block),
+            "^from_linen: module is Block, which is no Linen module; use meshtrain.from_nnx",
+        ),
+        (
+            lambda: linen_model(loss="mse"),
+            r"^from_linen: loss is str; pass a function loss\(apply, batch\) that returns",
+        ),
+        (
+            lambda: linen_model(example=EXAMPLE_BATCH),
+            r"^from_linen: example=dict: Dense fails .*, such as batch\['x'\]",
+        ),
+        (
+            lambda: linen_model(example=meshtrain.Batch(*[np.zeros((2, 8))] * 3)),
+            "^from_linen: example=Batch: Dense fails .*, such as batch.tokens",
+        ),
+        (lambda: linen_model(example="x"), "^from_linen: example=str: pass an array like the inp"),
+        (lambda: linen_model(example=None), "^from_linen: example=NoneType: pass an array like"),
     ],
 )
 def test_a_mistake_is_one_line(build, error):

@@ -1,4 +1,4 @@
-"""Models of users with what modules may hold: tables, masks, shared parts, lists, logical names."""
+"""Models of users with what modules may hold: tables, masks, numbers, shared parts, names."""
 
 import functools
 
@@ -10,7 +10,10 @@ import pytest
 from flax import linen, nnx
 
 import meshtrain
+from meshtrain import grads as grad_functions
 from meshtrain.errors import ConfigError
+from meshtrain.models import lora, trees
+from meshtrain.ops import dropout
 from tests.lib.compare import assert_same
 from tests.lib.configs import tiny_config
 from tests.lib.runs import Run
@@ -34,15 +37,16 @@ def cross_entropy(logits, batch):
 
 
 class Mixer(nnx.Module):
-    """A layer with a mask and a table of integers."""
+    """A layer with a mask, a table of integers, and a parameter that is a Python number."""
 
     def __init__(self, rngs):
+        self.gain = nnx.Param(0.5)
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, kernel_init=SPLIT)
         self.mask = jnp.tril(jnp.ones((LENGTH, LENGTH)))
         self.order = np.roll(np.arange(WIDTH), 1)
 
     def __call__(self, x):
-        return x + self.linear((self.mask @ x)[..., self.order])
+        return x + self.gain * self.linear((self.mask @ x)[..., self.order])
 
 
 class Tables(nnx.Module):
@@ -96,7 +100,7 @@ class Boxed(linen.Module):
     @linen.compact
     def __call__(self, tokens):
         init = linen.with_partitioning(linen.initializers.lecun_normal(), NAMES)
-        x = linen.Embed(VOCAB, WIDTH)(tokens)
+        x = linen.Embed(VOCAB, WIDTH)(tokens) * self.param("gain", lambda key: 0.5)
         return linen.Dense(VOCAB, kernel_init=init)(linen.relu(x))
 
 
@@ -121,12 +125,12 @@ def plain_tables(params, batch):
     return cross_entropy(plain_module(Tables, params)(batch["x"]), batch)
 
 
-def plain_blocks(params, batch):
-    x = plain_module(Embedding, params["embed"])(batch)
+def plain_blocks(params, batch, embed=Embedding, block=Block, head=Head):
+    x = plain_module(embed, params["embed"])(batch)
     for number in range(NUM_LAYERS):
         layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
-        x = plain_module(Block, layer)(x, batch)
-    return plain_module(Head, params["head"])(x, batch)
+        x = plain_module(block, layer)(x, batch)
+    return plain_module(head, params["head"])(x, batch)
 
 
 def plain_boxed(params, batch):
@@ -167,6 +171,89 @@ def config():
     return c
 
 
+class MixedEmbedding(Embedding):
+    """Returns activations of several kinds: numbers with a gradient, integers, bools."""
+
+    def __call__(self, batch):
+        x = super().__call__(batch)
+        depth = jnp.zeros(len(x), jnp.int32)
+        return {"x": x, "tokens": batch["x"], "is_even": batch["x"] % 2 == 0, "depth": depth}
+
+
+class MixedBlock(Mixer):
+    """Reads the integers and bools, and writes others for the next block."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.shift = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
+
+    def __call__(self, h, batch):
+        x = super().__call__(h["x"]) + 0.1 * self.shift[h["tokens"]]
+        x = jnp.where(h["is_even"][..., None], x, (1 + h["depth"][:, None, None]) * x)
+        tokens = (h["tokens"] + 1 + x.argmax(-1)) % VOCAB
+        depth = h["depth"] + 1
+        return {"x": x, "tokens": tokens, "is_even": ~h["is_even"], "depth": depth}
+
+
+class MixedHead(Head):
+    def __call__(self, h, batch):
+        scale = 1 + h["is_even"] + 0.1 * (h["depth"][:, None] + h["tokens"])
+        return super().__call__(h["x"] * scale[..., None], batch)
+
+
+def mixed():
+    return meshtrain.from_blocks(
+        embed=MixedEmbedding, block=MixedBlock, head=MixedHead, num_layers=NUM_LAYERS
+    )
+
+
+def plain_mixed(params, batch):
+    return plain_blocks(params, batch, MixedEmbedding, MixedBlock, MixedHead)
+
+
+MODELS["mixed"] = mixed, plain_mixed
+
+
+class LinenEmbedding(linen.Module):
+    @linen.compact
+    def __call__(self, batch):
+        return linen.Dense(WIDTH)(linen.Embed(VOCAB, WIDTH)(batch["x"]))
+
+
+class LinenBlock(linen.Module):
+    """A layer with attention, whose projections have kernels of three dims."""
+
+    @linen.compact
+    def __call__(self, x, batch):
+        x = x + linen.MultiHeadDotProductAttention(num_heads=2)(x)
+        init = linen.with_partitioning(linen.initializers.lecun_normal(), NAMES)
+        return x + linen.Dense(WIDTH, kernel_init=init)(jnp.tanh(x))
+
+
+class LinenHead(linen.Module):
+    @linen.compact
+    def __call__(self, x, batch):
+        return cross_entropy(linen.Dense(VOCAB)(x), batch)
+
+
+LINEN = {"embed": LinenEmbedding(), "block": LinenBlock(), "head": LinenHead()}
+
+
+def linen_blocks():
+    return meshtrain.from_blocks(**LINEN, num_layers=NUM_LAYERS, example=batches()[0])
+
+
+def plain_linen_blocks(params, batch):
+    x = LINEN["embed"].apply({"params": params["embed"]}, batch)
+    for number in range(NUM_LAYERS):
+        layer = jax.tree.map(lambda leaf, number=number: leaf[number], params["layers"])
+        x = LINEN["block"].apply({"params": layer}, x, batch)
+    return LINEN["head"].apply({"params": params["head"]}, x, batch)
+
+
+MODELS["linen blocks"] = linen_blocks, plain_linen_blocks
+
+
 @functools.cache
 def plain_step(kind):
     """Returns loss and gradients of the first batch on one device, by plain calls."""
@@ -182,7 +269,12 @@ def plain_step(kind):
 
 
 STEPS = [(kind, mesh) for kind in MODELS for mesh in MESHES if "pipeline" not in mesh]
-STEPS += [("blocks", mesh) for mesh in MESHES if "pipeline" in mesh]
+STEPS += [
+    (kind, mesh)
+    for kind in ("blocks", "mixed", "linen blocks")
+    for mesh in MESHES
+    if "pipeline" in mesh
+]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +292,29 @@ def test_a_step_on_a_mesh_equals_plain_calls_on_one_device(kind, mesh, x64):
     assert_same((grads,), (expected_grads,), rtol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks", "keep"),
+    [
+        ("interleaved", 2, "residuals"),
+        pytest.param("interleaved", 2, "inputs", marks=pytest.mark.slow),
+        pytest.param("1f1b", 1, "residuals", marks=pytest.mark.slow),
+        pytest.param("gpipe", 1, "inputs", marks=pytest.mark.slow),
+    ],
+)
+def test_activations_may_be_integers_and_bools_in_a_pipeline(schedule, num_chunks, keep, x64):
+    c = config()
+    c.train.num_microbatches = 4
+    c.pipeline.update(schedule=schedule, num_chunks=num_chunks, keep=keep)
+    run = Run(c, dtype="float64", model=mixed(), batches=batches(), pipeline=2, fsdp=2, tensor=2)
+    grads, _, scalars = run.one_step()
+    expected_loss, expected_grads = plain_step("mixed")
+    np.testing.assert_allclose(scalars["loss"], expected_loss, rtol=1e-10)
+    assert_same((grads,), (expected_grads,), rtol=1e-10)
+    with run.program.active():
+        sums = jax.jit(run.program.eval_step)(run.start().params, batches()[0])
+    np.testing.assert_allclose(sums.loss / sums.weight, expected_loss, rtol=1e-10)
+
+
 def test_a_constant_that_is_a_variable_is_rejected_with_the_way_out():
     class Masked(Tables):
         def __init__(self, rngs):
@@ -208,3 +323,139 @@ def test_a_constant_that_is_a_variable_is_rejected_with_the_way_out():
 
     with pytest.raises(ConfigError, match="mask is a Variable.*for a constant a plain array"):
         meshtrain.from_nnx(Masked, lambda model, batch: None)
+
+
+ADAPTED = {
+    "tables": (2, MESHES[3]),
+    "blocks": (2, MESHES[5]),
+    "boxed": (1, MESHES[3]),
+    "linen blocks": (7, MESHES[5]),
+}
+RANK, ALPHA = 2, 6.0
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_of_own_layers_equal_merged_kernels_by_plain_calls(kind, x64):
+    num_layers, mesh = ADAPTED[kind]
+    c = config()
+    c.train.num_microbatches = mesh.get("pipeline", 1)
+    c.adapter.update(rank=RANK, alpha=ALPHA, targets=("*",))
+    make_model, loss = MODELS[kind]
+    run = Run(c, dtype="float64", model=make_model(), batches=batches(), **mesh)
+    start = run.start()
+    params = shifted(start.params)
+    params_on_host, batch = jax.device_get(params), batches()[0]
+    with run.program.active():
+        state, scalars = jax.jit(run.program.train_step)(start._replace(params=params), run.batch())
+    found = jax.device_get(state.opt_state[0])
+
+    def mean_loss(factors):
+        metrics = loss(merged(params_on_host, factors), batch)
+        return metrics.loss.sum() / metrics.weight.sum()
+
+    factors = trees.matching(params_on_host, lambda path: "lora_" in path)
+    expected_loss, expected_grads = jax.device_get(jax.value_and_grad(mean_loss)(factors))
+    assert len(jax.tree.leaves(factors)) == 2 * num_layers
+    np.testing.assert_allclose(scalars["loss"], expected_loss, rtol=1e-10)
+    assert_same((found,), (expected_grads,), rtol=1e-10)
+
+
+@pytest.mark.parametrize("part", ["embed", "layers", "head"])
+def test_dropout_of_adapters_in_all_parts_of_a_stack(part):
+    targets = (f"{part}/*",)
+    model = lora.lora(linen_blocks(), rank=RANK, alpha=ALPHA, targets=targets, dropout=0.5)
+    params = shifted(model.init(jax.random.key(0)))
+    loss = jax.jit(grad_functions.make_loss(model))
+    keyed = dropout.with_row_keys(batches()[0], jax.random.key(0))
+    without, found = (loss(params, batch, None).loss for batch in (batches()[0], keyed))
+    assert abs(found - without) > 1e-3
+
+
+@pytest.mark.slow
+def test_dropout_of_adapters_of_own_layers_is_the_same_on_a_mesh(x64):
+    steps = []
+    for mesh in ({}, MESHES[5]):
+        c = config()
+        c.train.num_microbatches = mesh.get("pipeline", 1)
+        c.adapter.update(rank=RANK, alpha=ALPHA, targets=("*",), dropout=0.3)
+        model = linen_blocks()
+        run = Run(c, dtype="float64", model=model, batches=batches(), **mesh)
+        start = run.start()
+        params = shifted(start.params)
+        with run.program.active():
+            step = jax.jit(run.program.train_step)
+            state, scalars = step(start._replace(params=params), run.batch())
+        steps.append(jax.device_get((state.opt_state[0], scalars["loss"])))
+    assert_same(*steps, rtol=1e-10)
+
+
+def shifted(params):
+    """Returns the parameters plus numbers: at the start B is zero, and A has no gradient."""
+
+    def shift(leaf):
+        numbers = 0.1 * np.cos(np.arange(leaf.size)).reshape(leaf.shape)
+        return jax.device_put(np.asarray(leaf) + numbers, leaf.sharding)
+
+    return jax.tree.map(shift, params)
+
+
+def merged(params, factors):
+    """Returns the parameters without A and B, whose kernels have the products added."""
+    if "lora_a" in factors:
+        kernel, a, b = params["kernel"], factors["lora_a"], factors["lora_b"]
+        # Layers that are stacked have their number first.
+        stacked = a.ndim + b.ndim - 2 - kernel.ndim
+        lead = a.shape[:stacked]
+        product = a.reshape(*lead, -1, RANK) @ b.reshape(*lead, RANK, -1)
+        kernel = kernel + ALPHA / RANK * product.reshape(kernel.shape)
+        return {"kernel": kernel, **({"bias": params["bias"]} if "bias" in params else {})}
+    return {
+        name: merged(value, factors[name]) if name in factors else value
+        for name, value in params.items()
+    }
+
+
+def with_parameter(value):
+    """Returns a Model with a parameter `extra` in its layers."""
+
+    class Extra(Block):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.extra = nnx.Param(value)
+
+        def __call__(self, x, batch):
+            return super().__call__(x, batch) * jnp.where(self.extra[...] == 1, 1, 0)
+
+    return meshtrain.from_blocks(embed=Embedding, block=Extra, head=Head, num_layers=NUM_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (1, "int32, .*; make it a plain array .* or a float"),
+        (np.ones(1, bool), "bool, .*; make it a plain array .* or a float"),
+        (np.ones(1, np.complex64), "complex64, .*; use two real arrays"),
+    ],
+    ids=["integer", "bool", "complex"],
+)
+def test_a_parameter_without_a_gradient_is_rejected_unless_it_is_frozen(value, fault):
+    model = with_parameter(value)
+    with pytest.raises(ConfigError, match=f"^model: parameter layers/extra is {fault}") as error:
+        Run(config(), model=model, batches=batches())
+    assert len(error.value.faults) == 1 and "\n" not in str(error.value)
+    c = config()
+    c.train.trainable = "embed/*,head/*,layers/linear/*"
+    assert "extra" not in Run(c, model=model, batches=batches()).program.grad_shardings["layers"]
+
+
+def test_a_frozen_integer_is_a_constant_in_a_pipeline(x64):
+    c = config()
+    c.train.trainable, c.train.num_microbatches = "embed/*,head/*,layers/linear/*", 2
+    model = with_parameter(1)
+    run = Run(c, dtype="float64", model=model, batches=batches(), pipeline=2, data=2)
+    grads, state, scalars = run.one_step()
+    expected_loss, expected_grads = plain_step("blocks")
+    np.testing.assert_allclose(scalars["loss"], expected_loss, rtol=1e-10)
+    assert state.params["layers"]["extra"].tolist() == [1] * NUM_LAYERS
+    del expected_grads["layers"]["gain"]
+    assert_same((grads,), (expected_grads,), rtol=1e-10)

@@ -158,6 +158,30 @@ def test_a_run_whose_last_loss_is_not_finite_raises_each_time_but_is_saved(tmp_p
     assert run(data, tmp_path).step == 6
 
 
+def test_a_last_step_whose_float16_gradients_overflow_is_no_failure(tmp_path, capsys):
+    """The loss scale halves, as at any other step; the last line says it, each time."""
+    data = batches(4)
+    data[2]["y"] = np.full_like(data[2]["y"], 200)
+    c = config_for(3, every=0)
+    c.train.dtype = "float16"
+    for _ in range(2):
+        train(c, workdir=tmp_path, model=fit(), data=data)
+        assert rows(tmp_path)[-1]["loss"] > 3e4 and rows(tmp_path)[-1]["skipped"] == 1
+        last_line = capsys.readouterr().out.splitlines()[-1]
+        assert last_line == (
+            "done: 3 steps · the last update was skipped: its float16 gradients overflowed"
+        )
+        assert "reason" not in events(tmp_path, "end")[-1]
+    c.train.steps = 4
+    train(c, workdir=tmp_path, model=fit(), data=data)
+    assert capsys.readouterr().out.splitlines()[-1] == "done: 4 steps"
+
+    data[2]["y"] = np.full_like(data[2]["y"], 1e30)  # its square is infinite
+    c.train.steps = 3
+    with pytest.raises(FloatingPointError, match="step 3: loss inf, .* or train.dtype=bfloat16"):
+        train(c, model=fit(), data=data)
+
+
 def test_a_spike_is_logged(tmp_path, capsys):
     data = batches(70)
     data[60]["y"] = data[60]["y"] * 1000
@@ -219,8 +243,36 @@ def test_repeated_spikes_on_different_data_end_the_run(tmp_path):
     data = batches(90)
     for spike in (63, 67, 71):  # the fourth step after the checkpoint each time
         data[spike]["y"] = data[spike]["y"] * 1000
+    c = config_for(90, rollback=True)
+    c.train.log_every = 25
+    found = []
     with pytest.raises(FloatingPointError, match="step 60: the loss spiked 3 times"):
-        run(data, tmp_path, rollback=True)
+        train(c, workdir=tmp_path, model=fit(), data=data, on_metrics=found.append)
+    end = events(tmp_path, "end")[-1]
+    spike = events(tmp_path, "spike")[-1]
+    assert (end["reason"], end["step"], end["to"], end["loss"]) == (
+        "spikes",
+        spike["step"],
+        60,
+        spike["loss"],
+    )
+    # Its row is there although train.log_every does not ask for it.
+    last_row = rows(tmp_path)[-1]
+    assert last_row == found[-1] and last_row["step"] == end["step"]
+    names = ("loss", "grad_norm", "learning_rate", "skipped")
+    assert [last_row[name] for name in names] == [end[name] for name in names]
+
+
+def test_the_step_of_one_skip_too_many_has_a_row(tmp_path):
+    data = batches(24)
+    for batch in data[12:]:
+        batch["y"] = batch["y"] * np.inf
+    c = config_for(24, max_skips=3)
+    c.train.log_every = 10
+    with pytest.raises(FloatingPointError, match="step 14"):
+        train(c, workdir=tmp_path, model=fit(), data=data)
+    assert [row["step"] for row in rows(tmp_path)] == [0, 10, 14]
+    assert rows(tmp_path)[-1]["skipped"] == 1
 
 
 @pytest.mark.parametrize("change", [60, 64])

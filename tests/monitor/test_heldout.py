@@ -1,5 +1,9 @@
 """The held-out loss: each held-out sample counts once."""
 
+import json
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -44,3 +48,40 @@ def test_without_weights_the_samples_that_fill_no_batch_are_left_out():
     assert heldout_loss(table, model, global_batch=8) == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ConfigError, match="held-out data has 19 samples.*global_batch=24; hold"):
         heldout_loss(table, model, global_batch=24)
+
+
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_a_long_evaluation_ends_when_the_run_is_asked_to_stop(tmp_path, num_steps):
+    """Step 2 is evaluated: it is the last one, or one in the middle."""
+    c = epochs.settings(steps=num_steps)
+    c.train.log_every = 1
+    c.eval.update(every=2, batches=100)
+    table = epochs.rows()
+    num_read = 0
+
+    def fetch(indices):
+        nonlocal num_read
+        num_read += 1
+        if num_read == 3 and not (tmp_path / "asked").exists():
+            (tmp_path / "asked").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {name: column[indices % len(indices)] for name, column in table.items()}
+
+    def run(workdir):
+        return train(
+            c,
+            model=epochs.linear(),
+            data=source(table),
+            eval_data=meshtrain.Source(fetch, size=8 * c.eval.batches),
+            workdir=workdir,
+        )
+
+    stopped = run(tmp_path / "run")
+    assert stopped.interrupted and stopped.step == 2 and stopped.eval_loss is None
+    assert num_read < 50  # the loader reads ahead
+    ended = run(tmp_path / "run")
+    uninterrupted = run(tmp_path / "uninterrupted")
+    assert not ended.interrupted and ended.eval_loss == uninterrupted.eval_loss
+    for workdir in (tmp_path / "run", tmp_path / "uninterrupted"):
+        rows = [json.loads(row) for row in (workdir / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "eval_loss" in row] == [*{2, num_steps}]

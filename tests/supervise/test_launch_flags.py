@@ -118,11 +118,42 @@ def test_a_flag_that_would_be_ignored_is_one_fault(
 def test_flags_override_the_launchers_variables(
     variables, arguments, expected, started, monkeypatch, capsys
 ):
-    for name, value in variables.items():
+    for name, value in {**variables, "MESHTRAIN_SECRET": "s" * 32}.items():
         monkeypatch.setenv(name, value)
     assert run(f"{arguments} -- --config=x", capsys) == (0, "")
     ((s, _),) = started
     assert (s.nnodes, s.node_rank, s.coordinator) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments"),
+    [
+        ({}, "--nnodes=2 --node_rank=0 --coordinator=127.0.0.1:1"),
+        ({}, "--nnodes=2 --node_rank=1 --coordinator=a:1"),
+        ({"MESHTRAIN_SECRET": ""}, "--nnodes=2 --coordinator=a:1"),
+        (SLURM, ""),
+    ],
+)
+def test_several_hosts_need_a_secret_or_the_permission_to_go_without(
+    variables, arguments, started, monkeypatch, capsys, tmp_path
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    workdir = tmp_path / "run"
+    command = f"{arguments} -- --config=x --workdir={workdir}"
+    code, err = run(command, capsys)
+    assert (code, started, workdir.exists()) == (2, [], False)
+    (line,) = err.splitlines()
+    assert line.startswith("MESHTRAIN_SECRET: is not set, ")
+    assert "openssl rand -hex 32" in line and line.endswith("or give --insecure")
+    assert run(f"--insecure {command}", capsys) == (0, "")
+    monkeypatch.setenv("MESHTRAIN_SECRET", "s" * 32)
+    assert run(command, capsys) == (0, "")
+    assert [s.nnodes for s, _ in started] == [2, 2]
+
+
+def test_one_host_needs_no_secret(started, capsys):
+    assert run("--nproc=2 -- --config=x", capsys) == (0, "")
 
 
 def test_a_forced_number_of_devices_is_passed_on(started, capsys):

@@ -1,5 +1,7 @@
 """The supervisors' port and the rendezvous port: whatever a stranger sends, the run goes on."""
 
+import contextlib
+import json
 import os
 import socket
 import sys
@@ -8,27 +10,20 @@ import time
 
 import pytest
 
-from meshtrain.cluster import rendezvous
+from meshtrain.cluster import rendezvous, signature
 from meshtrain.cluster.launchers import ProcessInfo
+from meshtrain.cluster.limits import MAX_PROCESSES
+from meshtrain.cluster.signature import Signer
+from meshtrain.errors import ConfigError
 from meshtrain.supervise import messages, nodes, restart_policy
 from meshtrain.supervise.messages import InvalidMessage
-from meshtrain.supervise.workers import Exit, ProcessStatus, RankAssignment, Workers
-from tests.lib.hellos import HELLO, NOT_HELLO, is_closed, line, poll
+from meshtrain.supervise.running_clock import RunningClock
+from meshtrain.supervise.workers import TAIL, Exit, ProcessStatus, RankAssignment, Workers
+from tests.lib.hellos import HELLO, NOT_HELLO, STATUS, is_closed, line, poll
 from tests.lib.processes import free_port
 
-STATUS = dict(
-    rank=1,
-    pid=7,
-    phase="step",
-    current_step=5,
-    first_step=0,
-    phase_age=0.5,
-    heartbeat_age=0,
-    stopped_for=0.0,
-    step_seconds=0.1,
-)
 EXIT = dict(rank=1, code=-9, status=STATUS, tail=["bye"])
-RANKS = dict(address="a:1", num_processes=2, first_rank=1, num_local=1)
+RANKS = dict(address="a:1", num_processes=2, first_rank=1, num_local=1, nonce="0" * 32)
 NOT_REPORTS = [
     {"exits": 1},
     {"exits": [1]},
@@ -77,6 +72,9 @@ NOT_COMMANDS = [
     {"do": "start", "ranks": {**RANKS, "first_rank": -1}},
     {"do": "start", "ranks": {**RANKS, "first_rank": 2}},
     {"do": "start", "ranks": {**RANKS, "command": "sh"}},
+    {"do": "start", "ranks": {**RANKS, "nonce": 1}},
+    {"do": "start", "ranks": {**RANKS, "nonce": "\x1b[2J"}},
+    {"do": "start", "ranks": {**RANKS, "nonce": "0" * 1000}},
 ]
 
 
@@ -100,6 +98,21 @@ def test_closing_the_server_closes_the_connection_of_a_node_that_has_left(server
     poll(server, lambda: server.remotes and not server.connected())
     server.close(0)
     assert server.remotes[1].link.connection.fileno() == -1
+
+
+def test_a_host_is_not_lost_because_all_hosts_were_suspended(server):
+    with join(server):
+        poll(server, lambda: server.remotes)
+        link, seconds = server.remotes[1].link, 0.0
+        link._clock = RunningClock(lambda: seconds)
+        link._received_at = link._clock.now()
+        seconds = 1e6  # of silence, in which node 0 was suspended too
+        server.poll()
+        assert link.open and link.silence() < messages.LOST_AFTER
+        while link.open and seconds < 2e6:
+            seconds += 0.1
+            server.poll()
+        assert messages.LOST_AFTER < link.silence() < messages.LOST_AFTER + 1
 
 
 @pytest.mark.parametrize("received", NOT_HELLO, ids=lambda received: repr(received[:40]))
@@ -126,6 +139,76 @@ def test_half_open_connections_and_floods_do_not_keep_a_host_out(server):
     assert len(server._pending) <= nodes.MAX_PENDING
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.parametrize("secret", ["", "s" * 32], ids=["insecure", "secret"])
+@pytest.mark.parametrize("sent", [b"", b"{"], ids=["nothing", "slow bytes"])
+def test_a_stranger_that_sends_no_line_is_dropped_and_logged(sent, secret, monkeypatch):
+    """Each byte is a sign of life, but the line has to arrive in HELLO_SECONDS."""
+    monkeypatch.setattr(messages, "HELLO_SECONDS", 0.5)
+    port = free_port()
+    server = nodes.Server("127.0.0.1", port, 2, secret)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+
+        def is_dropped():
+            if is_closed(stranger):
+                return True
+            with contextlib.suppress(OSError):
+                stranger.send(sent)
+            return False
+
+        faults = poll(server, is_dropped)
+    assert not server.remotes and not server._pending
+    server.close(0)
+    assert faults == [
+        "127.0.0.1 has sent no line within 0 s: not a supervisor of this run; connection closed"
+    ]
+
+
+def test_a_line_of_60_mb_of_a_host_ends_at_the_limit(server):
+    with join(server) as host:
+        poll(server, server.connected)
+        (remote,) = server.connected()
+        host.setblocking(False)
+        longest = 0
+        faults, deadline = [], time.monotonic() + 30
+        while remote.link.open and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                host.send(b"[" * (1 << 20))
+            faults += server.poll()
+            longest = max(longest, len(remote.link._partial_line))
+        faults += server.poll()
+    assert faults == [
+        "node 1: 127.0.0.1 has sent a line that is too long: not a supervisor of this run; "
+        "connection closed"
+    ]
+    assert 1 << 20 < longest <= messages.MAX_REPORT + (1 << 16)
+
+
+def test_a_host_that_reads_nothing_does_not_keep_node_0_waiting(server, monkeypatch):
+    monkeypatch.setattr(nodes, "SEND_SECONDS", 0.2)
+    with join(server):
+        poll(server, server.connected)
+        (remote,) = server.connected()
+
+        def fill():
+            while remote.link.open:
+                remote.link.send(do="reject", fault="x" * 1000)
+
+        thread = threading.Thread(target=fill, daemon=True)
+        thread.start()
+        thread.join(15)
+        assert not thread.is_alive() and not server.connected()
+
+
+def test_the_longest_lines_that_a_host_sends_are_shorter_than_the_limit():
+    statuses = [{**STATUS, "rank": 10**9, "pid": 2**31, "phase_age": 1e7 / 3}] * MAX_PROCESSES
+    assert len(line({"statuses": statuses})) < messages.MAX_REPORT
+    last_lines = ["\N{GRINNING FACE}" * 10**5] * TAIL
+    longest = messages.exit_message(Exit(1, 1, ProcessStatus(**STATUS), last_lines))
+    assert len(line({"exits": [longest]})) < messages.MAX_REPORT
+    fault = "\N{GREEK SMALL LETTER ALPHA}" * messages.MAX_HELLO
+    assert len(line({"do": "reject", "fault": fault})) < messages.MAX_COMMAND
 
 
 @pytest.mark.parametrize("message", NOT_REPORTS, ids=str)
@@ -238,6 +321,115 @@ def test_a_stranger_does_not_end_a_rendezvous(received):
             one.close()
     thread.join(30)
     assert results == [None]
+
+
+TOKEN = "f" * 64
+JOIN = {"meshtrain": 1, "id": 1, "count": 2, "who": "x"}
+
+
+def start_process_0(port, results, *, token=TOKEN):
+    """Starts a rendezvous of two processes in a thread; returns it once its port is open."""
+    first = ProcessInfo("127.0.0.1", port, 2, 0)
+
+    def wait():
+        try:
+            results.append(rendezvous.wait_for_all(first, seconds=20, token=token))
+        except ConfigError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            break
+        time.sleep(0.02)
+    return thread
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        line(JOIN),  # takes the rank of another process
+        line({**JOIN, "count": 3}),  # would end the run: a mistake of the user
+        Signer("e" * 64, is_node_0=False).sign(line({**JOIN, "nonce": "0" * 32})[:-1]) + b"\n",
+        b"0" * 64 + b" " + line({**JOIN, "nonce": "0" * 32}),
+        b"[" * 900 + b"\n",
+        b"x" * 100_000,
+    ],
+    ids=["rank", "count", "token", "no signature", "nested", "long"],
+)
+def test_nobody_without_the_token_joins_the_processes_of_an_attempt(sent, capfd):
+    port, results = free_port(), []
+    thread = start_process_0(port, results)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        greeting = stranger.recv(100)
+        with contextlib.suppress(OSError):
+            stranger.sendall(sent)
+        stranger.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert not stranger.recv(100)  # it is closed
+    rendezvous.wait_for_all(ProcessInfo("127.0.0.1", port, 2, 1), seconds=20, token=TOKEN)
+    thread.join(30)
+    assert results == [None] and json.loads(greeting).keys() == {"nonce"}
+    assert capfd.readouterr().err == "127.0.0.1 is not a process of this run; connection closed\n"
+
+
+def test_the_line_of_a_process_cannot_be_sent_again():
+    """A relay records what process 1 sends, and its connection ends before process 0 sees that."""
+    port, results, recorded = free_port(), [], []
+    thread = start_process_0(port, results)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        signer = signature.signer_of_node(TOKEN, connection)
+        recorded = signer.sign(json.dumps({**JOIN, **signer.greeting}).encode()) + b"\n"
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.recv(100)
+        stranger.sendall(recorded)
+        stranger.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert not stranger.recv(100)
+    rendezvous.wait_for_all(ProcessInfo("127.0.0.1", port, 2, 1), seconds=20, token=TOKEN)
+    thread.join(30)
+    assert results == [None]
+
+
+def test_a_silent_stranger_is_dropped_while_processes_wait(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.3)
+    port, results = free_port(), []
+    thread = start_process_0(port, results)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.recv(100)
+        stranger.settimeout(5)
+        assert not stranger.recv(100)
+    rendezvous.wait_for_all(ProcessInfo("127.0.0.1", port, 2, 1), seconds=20, token=TOKEN)
+    thread.join(30)
+    assert results == [None] and "not a process of this run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("greeting", [b"", line({"nonce": "0" * 32})])
+@pytest.mark.parametrize("answer", [b"[]\n", line(["a fault of a stranger"])])
+def test_nobody_without_the_token_answers_as_process_0(greeting, answer):
+    """Process 1 neither continues nor blames its user: the next attempt has another port."""
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve():
+            while not done.is_set():
+                connection, _ = other.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(greeting + answer)
+                    connection.settimeout(0.2)
+                    connection.recv(1000)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        port = other.getsockname()[1]
+        process = ProcessInfo("127.0.0.1", port, 2, 1)
+        with pytest.raises(rendezvous.RendezvousError, match="missing process 0, not reached"):
+            rendezvous.wait_for_all(process, seconds=1, token=TOKEN)
+        done.set()
+        socket.create_connection(("127.0.0.1", port)).close()
+        thread.join()
 
 
 def test_a_signal_without_a_name_is_described():

@@ -14,10 +14,11 @@ import time
 
 import pytest
 
-from meshtrain.cluster import rendezvous
+from meshtrain.cluster import rendezvous, signature
+from meshtrain.cluster.signature import Signer
 from meshtrain.errors import ConfigError
 from meshtrain.supervise import messages, nodes, restart_policy
-from meshtrain.supervise.messages import Link, Signer
+from meshtrain.supervise.messages import Link
 from meshtrain.supervise.workers import RankAssignment
 from tests.lib.hellos import HELLO, NOT_HELLO, is_closed, line, poll
 from tests.lib.paths import ROOT
@@ -44,7 +45,7 @@ def connect(server):
     def connect(secret=SECRET, kind=Link):
         connection = socket.create_connection(("127.0.0.1", server.port))
         poll(server, lambda: server._pending)  # sends the nonce
-        signer = messages.signer_of_node(secret, connection)
+        signer = signature.signer_of_node(secret, connection)
         links.append(link := kind(connection, signer=signer))
         link.send(**HELLO, **signer.greeting)
         return link
@@ -99,18 +100,18 @@ def test_lines_of_strangers_do_not_keep_node_0_busy(secret):
 
 
 def test_a_node_waits_for_a_nonce_for_a_limited_time(monkeypatch):
-    monkeypatch.setattr(messages, "NONCE_SECONDS", 0.5)
+    monkeypatch.setattr(signature, "NONCE_SECONDS", 0.5)
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(TimeoutError):
         theirs.sendall(b"{")
-        messages.signer_of_node(SECRET, ours)
+        signature.signer_of_node(SECRET, ours)
 
 
 def test_a_signal_ends_the_wait_for_a_nonce():
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(TimeoutError):
         theirs.sendall(b'{"nonce": "no such"}\n')  # without the signal: ConnectionResetError
-        messages.signer_of_node(SECRET, ours, lambda: 1)
+        signature.signer_of_node(SECRET, ours, lambda: 1)
 
 
 def test_a_second_message_that_comes_with_the_first_is_not_lost(server, connect):
@@ -134,6 +135,12 @@ def test_ports_that_others_use_are_a_mistake(monkeypatch):
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--ports={port}-{port}: Address already in use"):
             rendezvous.free_port(f"{port}-{port}")
+
+
+def test_the_token_of_an_attempt_cannot_be_made_without_the_secret():
+    token = signature.attempt_token(SECRET, "1" * 32)
+    others = {signature.attempt_token(*args) for args in ((SECRET, "2" * 32), ("", "1" * 32))}
+    assert len({token, *others}) == 3 and SECRET not in token
 
 
 def test_a_secret_need_not_be_utf_8():
@@ -248,6 +255,7 @@ def test_two_hosts_meet_if_their_secrets_are_the_same(tmp_path, secrets):
     hosts = [
         subprocess.Popen(
             [sys.executable, "-m", "meshtrain", "launch", *flags, f"--node_rank={rank}"]
+            + ([] if secret else ["--insecure"])
             + ["--", "info", "--simulate_devices=1"],
             env={
                 **os.environ,

@@ -44,7 +44,13 @@ Host *
         ("a,,b", "'' is not a host"),
         ("a,-oProxyCommand=x", "is not a host"),
         ("a,b;ls", "is not a host"),
+        ("", "'' is not a host"),
+        ("a,b c", "'b c' is not a host"),
+        ("a,-v@b", "'-v@b' is not a host"),
+        ("a,-b", "'-b' is not a host"),
+        ("a,b@-c", "'b@-c' is not a host"),
         ("a,b,a", "a host is given twice"),
+        ("a,me@A", "a host is given twice"),
     ],
 )
 def test_hosts_that_are_not_valid_are_rejected(hosts, fault):
@@ -150,6 +156,38 @@ def test_a_run_on_two_hosts_saves_at_a_signal_and_resumes(server, tmp_path):
     finally:
         second.kill()
     assert_losses_equal_uninterrupted(tmp_path, steps=steps)
+
+
+@pytest.fixture
+def fake_ssh(tmp_path, monkeypatch):
+    """Puts an `ssh` first on the PATH that knows aliases, and runs commands on this host."""
+    (tmp_path / "ssh").write_text("""#!/bin/sh
+if [ "$1" = -G ]; then
+  case $2 in *nowhere) echo "hostname no.such.host.invalid";; *) echo "hostname 127.0.0.1";; esac
+else
+  for command; do :; done
+  exec sh -c "$command"
+fi
+""")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+def test_an_alias_of_ssh_is_replaced_by_its_address(fake_ssh):
+    assert ssh._name_of("me@alias") == "127.0.0.1"
+    ssh._check(["alias", "other"], f"{ssh._name_of('alias')}:1")
+
+
+def test_a_first_host_that_the_others_cannot_look_up_is_reported_at_once(fake_ssh, capsys):
+    arguments = ["--", "--config=quickstart", "--workdir=run"]
+    assert app.main("launch", ["--hosts=nowhere,other", *arguments]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    text = "cannot look up no.such.host.invalid, the first host: Name or service not known; use"
+    assert first.startswith(f"--hosts: nowhere: {text}")
+    assert second.startswith(f"--hosts: other: {text}")
+    flags = ["--hosts=alias,other", "--coordinator=no.such.host.invalid:1"]
+    assert app.main("launch", [*flags, *arguments]) == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
 """The supervisor, with processes that only write their progress page and do not import jax."""
 
+import contextlib
+import itertools
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,8 +21,9 @@ from meshtrain.supervise import nodes
 from meshtrain.supervise.restart_policy import Settings
 from meshtrain.supervise.supervisor import Supervisor, _remove_processes
 from meshtrain.supervise.workers import RankAssignment, Workers
+from tests.lib.hellos import HELLO, NOT_HELLO, STATUS, line
 from tests.lib.paths import ROOT
-from tests.lib.processes import free_port
+from tests.lib.processes import free_port, wait_until_listening
 
 # A worker that writes its progress page without importing jax, which takes seconds.
 WORKER = """
@@ -163,6 +167,21 @@ if number == 1: [(step(12), time.sleep(0.1)) for _ in range(200)]
     assert re.search(
         "rank 1 .* (sent no heartbeat|no progress) .* in phase step of step 11", output
     )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "put('phase', float('nan'))",
+        "put('current_step', 1e300)",
+        "os.truncate(os.environ['MESHTRAIN_PROGRESS'], 20)",
+    ],
+)
+def test_a_damaged_progress_page_is_one_line_and_the_run_continues(supervise, tmp_path, damage):
+    code, output = supervise(f"step(3)\nif rank == 1: {damage}\ntime.sleep(0.5)")
+    assert code == 0 and attempts_of(tmp_path) == 1
+    (line,) = [line for line in output.splitlines() if "damaged" in line]
+    assert line.startswith("[1] its progress page is damaged: ")
 
 
 def test_the_process_furthest_behind_is_named_when_all_wait(supervise):
@@ -359,12 +378,12 @@ def test_processes_are_removed_from_the_last_hosts_first():
     assert _remove_processes([2, 2], 3) == [1, 0]
 
 
-def supervisors(tmp_path, code, count, **settings):
+def supervisors(tmp_path, code, count, *, secret="", port=None, **settings):
     """Runs a supervisor for each of `count` hosts, simulated by folders.
 
     Returns their exit codes.
     """
-    port, codes = free_port(), {}
+    port, codes = port or free_port(), {}
 
     def one(node):
         (folder := tmp_path / str(node)).mkdir(exist_ok=True)
@@ -374,7 +393,8 @@ from meshtrain.supervise.restart_policy import Settings
 from meshtrain.supervise.supervisor import Supervisor
 settings = Settings(nnodes={count}, node_rank={node}, coordinator="127.0.0.1:{port}", **{settings})
 command = [sys.executable, "-c", {WORKER + code!r}, {str(folder)!r}, {",".join(progress.FIELDS)!r}]
-sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ), logs=None))
+supervisor = Supervisor(settings, workdir=None, secret={secret!r})
+sys.exit(supervisor.run(command, environ=dict(os.environ), logs=None))
 """
         with open(folder / "out", "w") as out:
             codes[node] = subprocess.run(
@@ -387,6 +407,25 @@ sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ
     for thread in threads:
         thread.join()
     return [codes[node] for node in range(count)]
+
+
+@pytest.mark.parametrize("secret", ["", "s" * 32], ids=["insecure", "secret"])
+def test_the_processes_of_an_attempt_have_a_token_of_their_own(tmp_path, secret):
+    codes = supervisors(
+        tmp_path,
+        "open(f'{folder}/token-{number}', 'w').write(os.environ['MESHTRAIN_TOKEN'])\n"
+        "step(3)\n"
+        "sys.exit(number == 1)\n",
+        2,
+        secret=secret,
+        join_seconds=30.0,
+    )
+    assert codes == [0, 0]
+    first, second = (
+        {(tmp_path / node / f"token-{number}").read_text() for node in "01"} for number in (1, 2)
+    )
+    assert len(first) == len(second) == 1 and first != second
+    assert len(*first) == 64
 
 
 def test_supervisors_of_several_hosts_restart_together(tmp_path):
@@ -404,11 +443,91 @@ def test_supervisors_of_several_hosts_restart_together(tmp_path):
     assert [attempts_of(tmp_path / str(node), node) for node in range(3)] == [2, 2, 2]
 
 
+def test_strangers_do_not_disturb_a_run_of_two_hosts(tmp_path):
+    port, done, connections = free_port(), threading.Event(), []
+
+    def attack():
+        sent = itertools.cycle([line(HELLO), b"[" * 10**7, *NOT_HELLO, b""])
+        while not done.is_set():
+            with contextlib.suppress(OSError):
+                connections.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+                connections[-1].settimeout(0.2)
+                connections[-1].sendall(next(sent))
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=attack)
+    thread.start()
+    code = "run_steps(3)"
+    codes = supervisors(tmp_path, code, 2, secret="s" * 32, port=port, join_seconds=30.0)
+    done.set()
+    thread.join()
+    for connection in connections:
+        connection.close()
+    assert codes == [0, 0] and len(connections) > 100
+    out = (tmp_path / "0" / "out").read_text()
+    assert "· 0 restarts ·" in out
+    assert 1 <= out.count("connection closed") <= 3  # one line for each kind, from one address
+    assert "connected to node 0" in (tmp_path / "1" / "out").read_text()
+
+
+def test_a_host_that_never_answers_kill_does_not_hold_the_others(tmp_path):
+    """It reports all the time, and is asked before the processes here are killed."""
+    port = free_port()
+    program = f"""
+import os, sys
+from meshtrain.supervise import nodes
+from meshtrain.supervise.restart_policy import Settings
+from meshtrain.supervise.supervisor import Supervisor
+nodes.KILL_SECONDS = 2.0
+settings = Settings(nnodes=2, coordinator="127.0.0.1:{port}", max_restarts=0)
+command = [sys.executable, "-c", "import time; time.sleep(99)"]
+sys.exit(Supervisor(settings, workdir=None).run(command, environ=dict(os.environ), logs=None))
+"""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    supervisor = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes)
+    try:
+        wait_until_listening(supervisor, port)
+        with socket.create_connection(("127.0.0.1", port)) as host, host.makefile("rb") as lines:
+            host.sendall(line(HELLO))
+            commands = (json.loads(text)["do"] for text in lines)
+            assert "start" in commands  # reads until it arrives
+            host.sendall(line({"exits": [dict(rank=1, code=1, status=STATUS, tail=[])]}))
+            assert "kill" in commands
+            deadline = time.monotonic() + 20
+            with contextlib.suppress(OSError):
+                while time.monotonic() < deadline:
+                    host.sendall(line({"statuses": []}))
+                    time.sleep(0.05)
+        assert supervisor.wait(10) == 1
+    finally:
+        supervisor.kill()
+    output = supervisor.communicate()[0]
+    assert "node 1: 127.0.0.1 has not killed its processes within 2 s" in output
+    assert "rank 1 (pid 7) ended with exit code 1" in output
+
+
 def test_a_missing_host_is_named(tmp_path, capfd):
     assert supervisors(tmp_path, "", 1) == [0]
     settings = Settings(nnodes=2, coordinator=f"127.0.0.1:{free_port()}", join_seconds=0.5)
     assert Supervisor(settings, workdir=None).run(["true"], environ={}, logs=None) == 1
     assert "1 of 2 nodes arrived, missing [1]" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("no.such.host.invalid", "cannot look up no.such.host.invalid: Name or service not known"),
+        ("127.0.0.1", "Connection refused"),
+    ],
+)
+def test_a_node_0_that_is_not_reached_is_reported_with_the_reason(host, why, capfd):
+    settings = Settings(
+        nnodes=2, node_rank=1, coordinator=f"{host}:{free_port()}", join_seconds=0.5
+    )
+    supervisor = Supervisor(settings, workdir=None, secret="s" * 32)
+    assert supervisor.run(["true"], environ={}, logs=None) == 1
+    output = "".join(capfd.readouterr())
+    assert "node 0 not reached within 0 s: " + why in output and "SECRET" not in output
 
 
 def test_a_supervisor_of_another_run_is_rejected():

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -175,7 +174,7 @@ def _write_unit(
             shown.append(f"and at least {num_more} more")
         raise ConfigError(*shown, "repair them, or skip them with --skip_bad")
     for fault in faults:
-        print(f"skipped {fault}", file=sys.stderr)
+        console.say(console.line_of(f"skipped {fault}"), stream="stderr")
 
 
 @contextmanager
@@ -203,7 +202,7 @@ def _progress(
         bar.show(done, line, f"{console.duration(seconds_left)} left")
         if not bar.is_shown and now > last_line + LOG_EVERY:
             last_line = now
-            print(f"prepare: {done / max(1, total):.0%} · {line}", file=sys.stderr, flush=True)
+            console.say(f"prepare: {done / max(1, total):.0%} · {line}", stream="stderr")
 
     with closing(bar):
         yield show
@@ -211,16 +210,16 @@ def _progress(
 
 def _print_summary(output: Path, manifest: dict[str, Any], seconds: float) -> None:
     bytes_per_token = manifest["text_bytes"] / manifest["tokens"]
-    print(
+    console.say(
         f"{output}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
         f"{bytes_per_token:.2f} bytes of text per token, {len(manifest['shards'])} shards, "
         f"{seconds:.1f} s"
     )
     num_skipped = manifest["skipped"]["count"]
     if num_skipped:
-        print(
+        console.say(
             f"skipped: {num_skipped:,} documents; the first are listed in "
             f"{output / prepared.MANIFEST}"
         )
     vocab_size = manifest["tokenizer"]["vocab_size"]
-    print(f"train with --config.data.path={output} --config.model.vocab_size={vocab_size}")
+    console.say(f"train with --config.data.path={output} --config.model.vocab_size={vocab_size}")

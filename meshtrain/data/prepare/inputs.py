@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from isal import igzip
 
+from meshtrain import foreign
 from meshtrain.data import files, formats, prepared
 from meshtrain.errors import ConfigError, import_optional
 
@@ -23,6 +24,11 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")  # one document per line
 EXTENSIONS = (".txt", *JSON_LINES, ".parquet")
 CHUNK = 1 << 20  # bytes read at a time
 MAX_SHOWN = 5  # lines about files of the same kind
+
+# A document may have this size, and one in a large file so many times the size of the file: more is
+# a bomb. Text is compressed to a tenth.
+MAX_DOCUMENT_BYTES = 16 << 20
+MAX_RATIO = 32
 
 
 class Position(NamedTuple):
@@ -282,20 +288,37 @@ def _open_at(path: Path, offset: int) -> Iterator[tuple[BinaryIO, Callable[[], i
         yield file, raw.tell
 
 
+def _max_document_bytes(path: Path) -> int:
+    """Returns how large a document of a file may be: small compressed files may be bombs."""
+    return max(MAX_DOCUMENT_BYTES, MAX_RATIO * path.stat().st_size)
+
+
+def _check_size(path: Path, size: int, limit: int, number: int) -> None:
+    if size > limit:
+        raise ConfigError(
+            f"{path}:{number}: is larger than {limit:,} bytes, in a file of "
+            f"{path.stat().st_size:,}; leave the file out, or decompress it"
+        )
+
+
 def _read_lines(path: Path, begin: Position) -> Iterator[Record]:
     """Yields the lines of a file, except blank ones."""
     with _open_at(path, begin.offset) as (file, bytes_read):
         offset = file.tell()
         number = begin.number
-        for line in file:
+        limit = _max_document_bytes(path)
+        while line := file.readline(limit + 1):
             offset += len(line)
             number += 1
+            _check_size(path, len(line), limit, number)
             if line.strip():
                 yield Record(line, Position(begin.file, offset, number), bytes_read())
 
 
 def _read_parquet(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
+    limit = _max_document_bytes(path)
     for row, num_rows, value in read_parquet_column(path, options.field, begin.offset):
+        _check_size(path, len(value or b""), limit, row)
         text, fault = (None, "") if value is None else _decode(value, 0)
         # An estimate for the progress: rows have about the same size.
         bytes_read = path.stat().st_size * row // num_rows
@@ -309,8 +332,12 @@ def _read_separated(path: Path, options: ReadOptions, begin: Position) -> Iterat
         offset = file.tell()  # of the first byte in `pending`
         number = begin.number
         pending = [b""]  # chunks of the document that is being read
+        pending_bytes = 0
+        limit = _max_document_bytes(path)
         while chunk := file.read(CHUNK):
             pending.append(chunk)
+            pending_bytes += len(chunk)
+            _check_size(path, pending_bytes, limit, number + 1)
             # Search only the new bytes, and a separator's length before them: searching all of a
             # long document per chunk would take quadratic time.
             new = b"".join(pending[-2:])[-len(chunk) - len(separator) :]
@@ -318,6 +345,7 @@ def _read_separated(path: Path, options: ReadOptions, begin: Position) -> Iterat
                 continue
             *documents, rest = b"".join(pending).split(separator)
             pending = [rest]
+            pending_bytes = len(rest)
             for document in documents:
                 start = offset
                 offset += len(document) + len(separator)
@@ -347,17 +375,22 @@ def _read_document(
             return
         file.seek(start)
         pending = [""]  # of the next piece
+        pending_chars = 0
+        limit = _max_document_bytes(path)
         is_first = True
         for text, is_last in _mark_last(_decode_chunks(file)):
             before = pending[-1][-1:]  # the split point may lie between two chunks
             split = 0 if is_last else last_split_point(before + text)
             if not split:
                 pending.append(text)
+                pending_chars += len(text)
+                _check_size(path, pending_chars, limit, 1)
                 continue
             split -= len(before)
             piece = "".join([*pending, text[:split]])
             yield Record(piece, end, bytes_read(), starts_document=is_first, ends_document=False)
             pending = [text[split:]]
+            pending_chars = len(pending[0])
             is_first = False
         rest = "".join(pending)
         if rest:
@@ -429,18 +462,8 @@ def text_of(record: Record, options: ReadOptions) -> str:
     return text
 
 
-def parse_json(line: bytes) -> Any:
-    """Returns the value in a line of JSON; raises ValueError that says what is wrong."""
-    try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"invalid UTF-8 at byte {error.start} of the line") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
-
-
 def _parse_line(line: bytes, field: str) -> Any:
-    parsed = parse_json(line)
+    parsed = foreign.parse_json(line)
     if not isinstance(parsed, dict) or field not in parsed:
         names = ", ".join(map(repr, [*parsed][:MAX_SHOWN])) if isinstance(parsed, dict) else ""
         raise ValueError(f"no field {field!r}" + (f" among {names}" if names else ""))
@@ -450,6 +473,7 @@ def _parse_line(line: bytes, field: str) -> Any:
 # ---- Parquet ----
 
 PARQUET_ROWS = 256  # rows read at a time
+MAX_PARQUET_BYTES = 256 << 20  # of a column in a group of rows, of a file that may be small
 
 
 def read_parquet_column(
@@ -468,20 +492,70 @@ def read_parquet_column(
         raise ConfigError(f"{path}: not a Parquet file with a column {field!r}: {error}") from None
     if not _is_text(column, pyarrow):
         raise ConfigError(f"{path}: column {field!r} holds {column}, not strings; set --field")
+    limit = max(MAX_PARQUET_BYTES, _max_document_bytes(path))
     row = 0
     for group in range(table.num_row_groups):
-        num_rows = table.metadata.row_group(group).num_rows
+        row_group = table.metadata.row_group(group)
+        num_rows = row_group.num_rows
+        chunk = _column_chunk(row_group, field)
+        _check_size(path, chunk.total_uncompressed_size, limit, row + 1)
+        # All rows that are read at a time may hold the largest text of the dictionary.
+        largest = max(1, _dictionary_bytes(path, chunk))
+        num_at_once = max(1, min(PARQUET_ROWS, limit // largest))
         if row + num_rows <= start:  # not read
             row += num_rows
             continue
-        for batch in table.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[field]):
-            values = batch.column(0)
-            if pyarrow.types.is_dictionary(column):
-                values = values.dictionary_decode()
-            for value in values.cast(pyarrow.large_binary()).to_pylist():
+        for batch in table.iter_batches(num_at_once, row_groups=[group], columns=[field]):
+            for value in _texts_of(batch.column(0), pyarrow):
                 row += 1
                 if row > start:
                     yield row, table.metadata.num_rows, value
+
+
+def _texts_of(values: Any, pyarrow: Any) -> Iterator[bytes | None]:
+    """Yields the texts of an array; one that it stores once is in memory once."""
+    if not pyarrow.types.is_dictionary(values.type):
+        yield from values.cast(pyarrow.large_binary()).to_pylist()
+        return
+    used = values.indices.unique().drop_null()
+    texts = values.dictionary.take(used).cast(pyarrow.large_binary()).to_pylist()
+    text_at = dict(zip(used.to_pylist(), texts, strict=True))
+    for index in values.indices.to_pylist():
+        yield text_at.get(index)
+
+
+def _column_chunk(row_group: Any, field: str) -> Any:
+    """Returns the metadata of a column in a group of rows."""
+    columns = [row_group.column(number) for number in range(row_group.num_columns)]
+    return next(one for one in columns if one.path_in_schema == field)
+
+
+DICTIONARY_PAGE = 2  # type of a page
+
+
+def _dictionary_bytes(path: Path, chunk: Any) -> int:
+    """Returns the size of the texts that a chunk of a column stores once for many rows.
+
+    The metadata has only the size of all pages, so it is read from the header of the page, which is
+    in Thrift's compact protocol: its first two fields are the type and the size, each a byte for
+    the field and a zigzag number of 7 bits a byte, the lowest first.
+    """
+    offset = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+    with open(path, "rb") as file:
+        file.seek(offset)
+        header = iter(file.read(16))
+    numbers = []
+    for _ in range(2):
+        next(header, 0)
+        number = shift = 0
+        for byte in header:
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        numbers.append(number >> 1)
+    page_type, size = numbers
+    return size if page_type == DICTIONARY_PAGE else 0
 
 
 def _is_text(column: Any, pyarrow: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from meshtrain import foreign
 from meshtrain.data import indexed, prepared
 from meshtrain.data.prepare.inputs import Position
 from meshtrain.errors import ConfigError
@@ -77,8 +78,16 @@ class Journal:
         try:
             for shard in self.shards:
                 for kind, file in shard["files"].items():
-                    sizes[folder / f"{shard['name']}.{kind}"] = file["size"]
-            Position(*self.shards[-1]["next"])
+                    name = f"{shard['name']}.{kind}"
+                    if not foreign.is_file_name(name):
+                        raise TypeError(f"{name!r} is not the name of a file in its folder")
+                    sizes[folder / name] = file["size"]
+                counts = [shard[key] for key in ("documents", "tokens", "text_bytes", "skipped")]
+                numbers = [*counts, *Position(*shard["next"])]
+                if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                    raise TypeError("a count is not an integer of 0 or more")
+                if not isinstance(shard["faults"], list):
+                    raise TypeError("its faults are not a list")
         except (KeyError, TypeError, AttributeError) as error:
             raise self._damaged(error) from error
         for path, size in sizes.items():
@@ -99,9 +108,12 @@ class Journal:
         complete = text[: text.rfind(b"\n") + 1]
         self._file.truncate(len(complete))
         try:
-            return [json.loads(line) for line in complete.splitlines()]
+            lines = [foreign.parse_json(line) for line in complete.splitlines()]
         except ValueError as error:
             raise self._damaged(error) from error
+        if not all(isinstance(line, dict) for line in lines):
+            raise self._damaged(ValueError("a line is not an object"))
+        return lines
 
     def _append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")

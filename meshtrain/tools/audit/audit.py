@@ -293,16 +293,17 @@ def _plain(value: Any) -> Any:
 def _batch_like(cfg: Config, program: Program, data: Any) -> Any:
     """Returns the shapes of a global batch, with the sharding that the loader gives them."""
     size = cfg.train.global_batch
-    source = data if isinstance(data, Source) else from_iterable(data, global_batch=size)
-    batch = source.read(np.arange(size))
+    if isinstance(data, Source):
+        batch = data.read(np.arange(1))
+    else:
+        batch = from_iterable(data, global_batch=size).read(np.arange(size))
     # The loader shards sequences only of a Batch.
     names = ("batch", "seq") if isinstance(batch, Batch) else ("batch",)
 
     def like(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
-        shape = np.shape(leaf)
-        sizes = (size, *shape[1:])
-        spec = sharding.spec_for(names, sizes[: len(names)], cfg.rules, program.mesh.shape)
+        shape = (size, *np.shape(leaf)[1:])
+        spec = sharding.spec_for(names, shape[: len(names)], cfg.rules, program.mesh.shape)
         batch_sharding = jax.sharding.NamedSharding(program.mesh, spec)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
 

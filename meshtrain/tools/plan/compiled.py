@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import meshtrain
+from meshtrain import foreign
 from meshtrain.config import load
 from meshtrain.config.schema import Config
 from meshtrain.tools.plan.layout import with_layout
@@ -62,8 +63,8 @@ def audited(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | No
     """
     file = _cache_file(config, target)
     if file:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # none, or damaged
-            audit = json.loads(file.read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, ValueError):  # none, or damaged
+            audit = foreign.read_json(file)
             if "memory" in audit:
                 return audit, ""
     audit, fault = _audit(config, target)
@@ -123,7 +124,7 @@ def _audit(config: Mapping[str, Any], target: str) -> tuple[dict[str, Any] | Non
         if run.returncode:
             last = (run.stderr.strip() or run.stdout.strip()).splitlines()[-1:]
             return None, f"not compiled: {' '.join(last)[:200]}"
-        audit = json.loads(output.read_text(encoding="utf-8"))
+        audit = foreign.read_json(output)
     if not audit["memory"]:
         return None, "the compiler reports no memory"
     return audit, ""

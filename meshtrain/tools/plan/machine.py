@@ -1,6 +1,5 @@
 """The devices as the planner sees them: sustained speeds, and the links along each mesh axis."""
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from meshtrain import foreign
 from meshtrain.cluster import limits
 from meshtrain.errors import ConfigError
 from meshtrain.hardware import Device
@@ -202,6 +202,7 @@ def _memory() -> float:
 
 # ---- a run on devices of the table: the factor of --measured ----
 
+MAX_METRICS_BYTES = 1 << 30
 SKIPPED_ROWS = 5  # rows that are left out: the first steps compile, read caches and fill queues
 
 
@@ -212,15 +213,17 @@ def measured_factor(workdir: Path) -> float:
     """
     file = workdir / "metrics.jsonl"
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        content = foreign.read_bytes(file, max_bytes=MAX_METRICS_BYTES)
+        rows = [foreign.parse_json(line) for line in content.splitlines()]
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--measured={workdir}: metrics.jsonl cannot be read ({error})"
         ) from error
     ratios = []
     for row in rows:
-        if row.get("step_time") and row.get("predicted_step_time"):
-            ratios.append(row["step_time"] / row["predicted_step_time"])
+        match row:
+            case {"step_time": float(measured), "predicted_step_time": float(predicted)}:
+                ratios.append(measured / predicted)
     ratios = ratios[SKIPPED_ROWS:] or ratios
     if not ratios:
         raise ConfigError(

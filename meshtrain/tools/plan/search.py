@@ -8,7 +8,7 @@ from typing import Any
 
 from meshtrain.config.parse import on_devices
 from meshtrain.config.schema import AXES, KEEP, SyncConfig
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, divisors
 from meshtrain.ops.losses import MIB
 from meshtrain.tools.plan import memory
 from meshtrain.tools.plan.constraints import KEYS, mesh_faults
@@ -133,6 +133,7 @@ def _accepted(
 # ---- the layouts that are tried ----
 
 CHUNKS = (1, 2, 4, 8)
+MOST_PIPELINED = 4096  # micro-batches in a pipeline: more shorten its bubble no further
 SHORTEST_CHUNK = 512  # tokens, of `mesh.context`
 SMALL_LOSS_CHUNK = 256  # MiB; further chunks save no memory that counts
 
@@ -148,7 +149,7 @@ def layouts(plan_input: PlanInput, machine: Machine, fixed: Mapping[str, Any]) -
         rows_per_shard = plan_input.global_batch // mesh.batch_shards
         choices = {
             "zero_stage": (3, 1) if mesh.zero_shards > 1 else (3,),
-            "num_microbatches": _divisors(rows_per_shard),
+            "num_microbatches": divisors(rows_per_shard),
             "remat": REMATS,
         }
         for name in choices.keys() & fixed.keys():
@@ -174,7 +175,7 @@ def _meshes(
     """Yields the sizes of each mesh of all devices; `data` has what the other axes leave."""
     num_devices = machine.num_devices
     names = [axis for axis in AXES if axis != "data"]
-    choices = {axis: [fixed[axis]] if axis in fixed else _divisors(num_devices) for axis in names}
+    choices = {axis: [fixed[axis]] if axis in fixed else divisors(num_devices) for axis in names}
     if not plan_input.work.num_experts:
         choices["expert"] = [fixed.get("expert", 1)]
     for row in itertools.product(*choices.values()):
@@ -232,6 +233,8 @@ def _pipelines(
         return
     if num_microbatches < num_stages and "num_microbatches" not in fixed:
         return  # most of the stages would be idle most of the time
+    if num_microbatches > MOST_PIPELINED and "num_microbatches" not in fixed:
+        return
     for num_chunks in (fixed["num_chunks"],) if "num_chunks" in fixed else CHUNKS:
         if plan_input.work.num_layers % (num_stages * num_chunks):
             continue
@@ -276,10 +279,6 @@ def _with_small_loss_chunks(
     if mib <= 2 * SMALL_LOSS_CHUNK:
         return None
     return replace(layout, loss_chunk_mib=SMALL_LOSS_CHUNK)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 # ---- what is said about a plan, in every verb that makes one ----

@@ -20,6 +20,7 @@ from meshtrain.data.loader import Loader, from_iterable
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
+from meshtrain.monitor import capacity
 from meshtrain.program import assemble
 from meshtrain.state import TrainState
 from meshtrain.tools.hlo.labels import Label, Labels
@@ -86,6 +87,7 @@ def profile(
         cfg = auto.resolve(parse(config), model=model)
         parts = build(cfg, model=model, data=data)
         program = assemble(cfg, parts)
+        capacity.check_fits(cfg, parts.model, program.abstract_state)
         folder = _trace_folder(output)
     size = cfg.train.global_batch
     source = parts.train_data

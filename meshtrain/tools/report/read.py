@@ -1,7 +1,6 @@
 """Reads what a run has written to its workdir so far; a later `update` reads only what is new."""
 
 import itertools
-import json
 import math
 import operator
 from collections.abc import Iterator
@@ -10,11 +9,27 @@ from typing import Any
 
 import numpy as np
 
+from meshtrain import foreign
 from meshtrain.errors import ConfigError
 
 LINES_AT_ONCE = 4096
 MAX_STEP = 2**53  # as float64 exact below
-MAX_JSON_BYTES = 256 << 20  # of a file that is read at once; a larger one is left out
+# What a row says of the run. The other metrics are of the step's batch.
+OF_THE_RUN = {
+    "step",
+    "skipped",
+    "learning_rate",
+    "loss_scale",
+    "tokens",
+    "step_time",
+    "data_wait",
+    "tokens_per_second",
+    "mfu",
+    "predicted_step_time",
+    "peak_memory",
+    "eval_loss",
+}
+MAX_LINE_BYTES = 16 << 20  # of a table; a longer line cannot be read
 
 
 class Table:
@@ -41,27 +56,34 @@ class Table:
         """Yields the rows of the complete lines since the last call, in lists."""
         if not self.path.is_file():
             return
-        with open(self.path, "rb") as file:
+        with foreign.open_file(self.path) as file:
             self._inode = self.path.stat().st_ino
             file.seek(self._offset)
             lines: list[bytes] = []
+            size = 0
             self.is_truncated = False
-            for line in file:
+            while line := file.readline(MAX_LINE_BYTES):
+                length = len(line)
+                while not line.endswith(b"\n") and (rest := file.readline(MAX_LINE_BYTES)):
+                    length += len(rest)
+                    line = b"\n" if rest.endswith(b"\n") else b""  # too long: as an empty one
                 if not line.endswith(b"\n"):
                     self.is_truncated = True
                     break
-                self._offset += len(line)
+                self._offset += length
                 lines.append(line)
-                if len(lines) == LINES_AT_ONCE:
+                size += len(line)
+                if len(lines) == LINES_AT_ONCE or size > MAX_LINE_BYTES:
                     yield self._parse(lines)
                     lines = []
+                    size = 0
             yield self._parse(lines)
 
     def _parse(self, lines: list[bytes]) -> list[dict[str, Any]]:
         # All lines at once take half the time.
         try:
-            values = json.loads(b"[" + b",".join(lines) + b"]")
-        except (ValueError, RecursionError):
+            values = foreign.parse_json(b"[" + b",".join(lines) + b"]")
+        except ValueError:
             values = []
         if len(values) != len(lines):
             values = [_parsed(line) for line in lines]
@@ -73,8 +95,8 @@ class Table:
 def _parsed(line: bytes) -> Any | None:
     """Returns the value of a line; None if it is no JSON."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return foreign.parse_json(line)
+    except ValueError:
         return None
 
 
@@ -98,7 +120,7 @@ class Metrics:
         # A row is kept if no later one goes back to its step or before it.
         smallest_from = np.minimum.accumulate(steps[::-1])[::-1]
         is_kept = np.append(steps[:-1] < smallest_from[1:], True)
-        kept = list(itertools.compress(valid, is_kept))
+        kept = [_as_counted(row) for row in itertools.compress(valid, is_kept)]
         self._drop_from(smallest_from[0])
         self.num_repeated += len(valid) - len(kept)
         self.num_rows += len(kept)
@@ -152,6 +174,17 @@ class Metrics:
 def _has_step(row: dict[str, Any]) -> bool:
     step = row.get("step")
     return type(step) is int and 0 <= step < MAX_STEP
+
+
+def _as_counted(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row; of a skipped step, which had no effect, without the metrics of its batch."""
+    if not row.get("skipped"):
+        return row
+    counted = dict(row)
+    for name in row.keys() - OF_THE_RUN:
+        # An empty list has no value of any layer.
+        counted[name] = [] if type(row[name]) is list else None
+    return counted
 
 
 def _numbers(value: Any) -> list[float]:
@@ -245,8 +278,6 @@ def is_number(value: Any) -> bool:
 def read_json(path: Path) -> Any | None:
     """Returns what a JSON file contains; None if it is missing, too large or no JSON."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            return None
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return foreign.read_json(path, None)
+    except (OSError, ValueError):
         return None

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 
+from meshtrain import lazy
 from meshtrain.errors import ConfigError, choice_faults
+
+lazy.load_modules_of(__name__)
 
 QUICK_LAYOUTS = 5  # number of layouts that `quick` tries
 

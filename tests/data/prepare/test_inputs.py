@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from meshtrain.data.prepare import inputs
-from tests.lib.prepare import KINDS, TEXTS, inputs_of, prose, run, texts, write_jsonl, write_parquet
+from tests.lib.prepare import (
+    KINDS,
+    TEXTS,
+    inputs_of,
+    prose,
+    run,
+    sentence_piece,
+    texts,
+    write_jsonl,
+    write_parquet,
+)
 
 # ---- kinds of input ----
 
@@ -117,7 +127,7 @@ FAULTS = [
     *("2: not JSON", "3: no field 'text' among 'body'", "4: text is int, not a string"),
     *("5: text is NoneType, not a string", "6: text is empty"),
     *("8: invalid UTF-8 at byte 10", "9: invalid UTF-8: half of a surrogate"),
-    *("10: no field 'text'", "11: not JSON", "12: holds '\\x00'"),
+    *("10: no field 'text'", "11: nested more than 100 levels", "12: holds '\\x00'"),
 ]
 
 
@@ -203,3 +213,55 @@ def test_ignored_files_are_counted(tmp_path, capsys):
     (tmp_path / "in" / "README.md").touch()
     assert run(tmp_path / "in", f"--output={tmp_path / 'out'}") == 0
     assert "ignored: 1 files" in capsys.readouterr().out
+
+
+# ---- small files of large texts ----
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "--separator=#"])
+def test_a_small_compressed_file_of_a_huge_document_is_rejected(tmp_path, capsys, name):
+    path = tmp_path / (name if "." in name else "a.txt.gz")
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "')
+        for _ in range(40):
+            file.write(b"a" * (1 << 20))
+    # A tokenizer of SentencePiece cannot split a text.
+    tokenizer = sentence_piece(tmp_path / "t")
+    separator = name if "." not in name else "--separator="
+    flags = [f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer}", separator]
+    assert run(path, *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}:1: is larger than 16,777,216 bytes, in a file of " in line
+
+
+def test_a_text_that_parquet_stores_once_is_in_memory_once(tmp_path, capsys, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `parquet`")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `parquet`")
+
+    def write(name, texts):
+        parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name, compression="zstd")
+        return tmp_path / name
+
+    # The first texts of a column make its dictionary.
+    path = write("a.parquet", ["a" * (1 << 20)] * 300 + [f"{n}" for n in range(3000)])
+    chunk = parquet.ParquetFile(path).metadata.row_group(0).column(0)
+    assert 1 << 20 <= inputs._dictionary_bytes(path, chunk) < 1.1 * (1 << 20)
+    assert chunk.total_uncompressed_size < 2 << 20 and path.stat().st_size < 1 << 16
+    monkeypatch.setattr(inputs, "MAX_PARQUET_BYTES", 8 << 20)
+    monkeypatch.setattr(inputs, "MAX_DOCUMENT_BYTES", 8 << 20)
+    counts = []
+    file_type = parquet.ParquetFile
+
+    class Counting(file_type):
+        def iter_batches(self, count, **options):
+            counts.append(count)
+            return super().iter_batches(count, **options)
+
+    monkeypatch.setattr(parquet, "ParquetFile", Counting)
+    values = [value for _, _, value in inputs.read_parquet_column(path, "text", 0)]
+    assert values[299:302] == [b"a" * (1 << 20), b"0", b"1"] and len(values) == 3300
+    assert counts == [7]  # texts of 1 MiB and a little fit into 8 MiB
+
+    path = write("b.parquet", ["a" * (9 << 20)])
+    assert run(path, f"--output={tmp_path / 'out'}") == 2
+    assert f"{path}:1: is larger than 8,388,608 bytes" in capsys.readouterr().err

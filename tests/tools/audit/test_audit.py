@@ -1,5 +1,7 @@
 """The bytes that a compiled step sends, compared with the minimum of each layout."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,11 @@ from meshtrain.configs import default
 from meshtrain.models import layers, transformer
 from meshtrain.ops import losses
 from meshtrain.parallel import sharding
+from meshtrain.program import assemble
 from meshtrain.tools.audit import audit
 from meshtrain.tools.hlo import collective_ops
 from tests.lib.audits import ONE_BY_ONE, assert_explained, audited
+from tests.lib.configs import tiny_config
 
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 
@@ -37,6 +41,22 @@ def test_a_packed_config_is_compiled_with_segments(packing):
     c.data.packing = packing
     source = build(audit._without_files(parse(c, num_devices=1))).train_data
     assert (source.read(np.arange(2)).segments is not None) == (packing == "best_fit")
+
+
+def test_of_a_source_one_row_is_read_whatever_the_size_of_the_batch():
+    c = tiny_config()
+    c.train.global_batch = 10**8
+    cfg = parse(c, num_devices=8)
+    parts = build(cfg)
+    read = []
+
+    def read_few(indices):
+        read.append(len(indices))
+        return parts.train_data.read(indices)
+
+    source = dataclasses.replace(parts.train_data, read=read_few)
+    batch = audit._batch_like(cfg, assemble(cfg, parts), source)
+    assert batch.tokens.shape == (10**8, 16) and read == [1]
 
 
 def test_fsdp_gathers_twice_and_scatters_once():

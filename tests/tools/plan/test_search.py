@@ -6,6 +6,7 @@ import pytest
 
 from meshtrain.config.parse import on_devices
 from meshtrain.configs import llama3
+from meshtrain.errors import divisors
 from meshtrain.tools.plan import search
 from meshtrain.tools.plan.layout import overrides, with_layout
 from tests.lib.plans import CONFIGS, plan_of
@@ -79,3 +80,9 @@ def test_tensor_stays_inside_a_host_and_rows_of_a_tpu_are_wide():
     assert plan.candidates and all(one.layout.tensor <= 4 for one in plan.candidates)
     *_, plan = plan_of(c, "v5p", 256, per_host=256)
     assert plan.candidates and all(4096 // one.layout.fsdp >= 128 for one in plan.candidates)
+
+
+def test_divisors_are_those_of_the_definition_and_of_large_numbers():
+    for number in range(-1, 200):
+        assert divisors(number) == [one for one in range(1, number + 1) if number % one == 0]
+    assert len(divisors(10**8)) == 81 and divisors(2**31 - 1) == [1, 2**31 - 1]

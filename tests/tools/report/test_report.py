@@ -118,6 +118,29 @@ def test_a_metric_of_each_layer_is_shown_by_its_extremes(tmp_path):
     assert series["expert_load_max: smallest of the layers"][1] == [1.0] * 3
 
 
+def test_the_batch_of_a_skipped_step_is_a_gap_even_if_its_loss_is_finite(tmp_path):
+    """Only its gradients overflowed: float16 with a loss scale, or one bad batch."""
+    rows = [row(step, skipped=0.0, expert_load_max=[1.0, 2.0], tokens=step) for step in range(6)]
+    rows[2] |= {"loss": 1e4, "skipped": 1.0, "grad_norm": None, "learning_rate": 1e-3}
+    rows[2]["eval_loss"] = 0.5  # of the parameters before the step
+    rows[5] |= {"loss": 1e5, "skipped": 1.0, "cross_entropy": 1e5}
+    path = write(tmp_path / "metrics.jsonl", rows[:5])
+    run = read.Run(tmp_path)
+    run.update()
+    with open(path, "a") as file:  # a live page reads the last row by itself
+        file.write(json.dumps(rows[5]) + "\n")
+    run.update()
+    found = facts.facts_of(run)
+    assert found["series"]["loss"][1][2::3] == [None, None] and found["last_step"] == 5
+    assert found["summary"]["loss"]["largest"] == 5.0 and found["summary"]["loss"]["n"] == 4
+    assert found["summary"]["cross_entropy"] is None
+    layers = found["series"]["expert_load_max: largest of the layers"]
+    assert layers == [[*range(6)], [2.0, 2.0, None, 2.0, 2.0, None]]
+    assert "expert_load_max" not in found["series"]
+    assert found["series"]["tokens"][1] == [*range(6)]
+    assert found["series"]["learning_rate"][1] == [1e-3] and found["summary"]["eval_loss"]["n"] == 1
+
+
 def test_the_time_line_has_restarts_and_the_account_is_the_supervisors(tmp_path):
     found = facts_of(story(tmp_path))
     spans = [(span["kind"], span["start"], span["end"]) for span in found["spans"]]

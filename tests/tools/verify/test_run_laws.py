@@ -57,19 +57,19 @@ def test_the_laws_hold(subject):
 
 BUGS = {
     "held-out loss with z-loss": (
-        (heldout, "make_heldout_loss"),
+        (heldout, "make_heldout_metrics"),
         'means.get("cross_entropy", means["loss"])',
         'means["loss"]',
         "evaluation",
     ),
     "mean of the means of held-out batches": (
-        (heldout, "make_heldout_loss"),
+        (heldout, "make_heldout_metrics"),
         "lambda *parts: sum(parts), *sums).mean()",
         "lambda *parts: sum(parts) / len(parts), *[one.mean() for one in sums])",
         "evaluation",
     ),
     "a held-out batch left out": (
-        (heldout, "make_heldout_loss"),
+        (heldout, "make_heldout_metrics"),
         "range(num_batches)",
         "range(num_batches - 1)",
         "evaluation",

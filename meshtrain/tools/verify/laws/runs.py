@@ -105,7 +105,7 @@ EVAL_EVERY, EVAL_BATCHES, SAVE_EVERY = 20, 3, 28
 CRASH = 56  # step of the checkpoint from which a run resumes after a crash just after its rollback
 EARLY_CRASH = 28  # the same, of a crash before the loss spike
 SPIKE = CRASH  # batch with a loss spike: found after the next step, and rolled back to step CRASH
-STOP = 61  # step at which a run stops, because it was asked to in the evaluation before
+STOP = 60  # step at which a run stops, because it was asked to in its evaluation
 
 # Batches whose loss is not finite; after the rollback two batches later.
 SKIPPED = (10, 55, 59, 62)
@@ -233,7 +233,7 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _train(setup: Setup, mesh: dict[str, int], workdir: Path, *, stop: bool = False) -> Result:
-    """Trains on a mesh; with `stop`, asks the run to stop in the evaluation before step STOP."""
+    """Trains on a mesh; with `stop`, asks the run to stop in the evaluation of step STOP."""
     raw = copy.deepcopy(setup.raw)
     raw["train"]["num_microbatches"] = mesh["num_microbatches"]
     raw["mesh"] = {axis: mesh.get(axis, 1) for axis in AXES}
@@ -242,7 +242,7 @@ def _train(setup: Setup, mesh: dict[str, int], workdir: Path, *, stop: bool = Fa
     page = progress.ProgressPage.create(path)
 
     def read(indices: np.ndarray) -> Any:
-        if stop and page["current_step"] == STOP - 2:
+        if stop and page["current_step"] == STOP - 1:
             page["stop_requested"] = 1  # as the supervisor does
         return setup.source.read(indices)
 

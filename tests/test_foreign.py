@@ -1,0 +1,123 @@
+"""Hostile files: what reads them says in one line what is wrong, and neither hangs nor crashes."""
+
+import json
+import os
+
+import pytest
+
+from meshtrain import console, foreign
+from meshtrain.__main__ import main
+from meshtrain.data import tokenizer
+from meshtrain.inference import generate
+
+# Contents that no file of JSON may have, and what is said about them.
+NOT_JSON = {
+    "empty": (b"", "not JSON: Expecting value"),
+    "truncated": (b'{"a": [1, 2', "not JSON"),
+    "binary": (b"\x89PNG\r\n\x1a\n\xff\xfe", "invalid UTF-8 at byte 0"),
+    "UTF-16": ('{"a": 1}'.encode("utf-16"), "invalid UTF-8 at byte 0"),
+    "NUL": (b'{"a": 1}\0', "not JSON: Extra data"),
+    "too deep for Python": (b'{"a":' + b"[" * 10**5, "nested more than 100 levels deep"),
+    "too deep for others": (b"[" * 500 + b"]" * 500, "nested more than 100 levels deep"),
+    "deep objects": (b'{"a":' * 500 + b"1" + b"}" * 500, "nested more than 100 levels deep"),
+    "a number of a megabyte": (b"9" * 10**6, "Exceeds the limit"),
+    "half of a surrogate pair": (rb'{"a\uD800": 1}', "invalid UTF-8: half of a surrogate pair"),
+    "a list": (b"[1, 2]", "not an object"),
+    "a text": (b'"a"', "not an object"),
+    "null": (b"null", "not an object"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_JSON)
+def test_a_file_that_is_no_json_object(tmp_path, case):
+    content, fault = NOT_JSON[case]
+    (tmp_path / "file.json").write_bytes(content)
+    with pytest.raises(ValueError, match=fault) as caught:
+        foreign.read_json(tmp_path / "file.json")
+    assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)
+
+
+def test_what_json_may_hold(tmp_path):
+    """Also a byte-order mark, a pair of surrogates, and the infinity of config.json."""
+    value = {"a": [1, 2.5, None, {"b": "\U0001f600"}], "é": "x\\ud800"}
+    text = json.dumps(value)[:-1] + ', "infinite": 1e999}'
+    (tmp_path / "file.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert foreign.read_json(tmp_path / "file.json") == value | {"infinite": float("inf")}
+    (tmp_path / "list.json").write_text("[]")
+    assert foreign.read_json(tmp_path / "list.json", list) == []
+    nested = b"[" * 100 + b"]" * 100
+    assert foreign.parse_json(nested)
+    with pytest.raises(FileNotFoundError):
+        foreign.read_json(tmp_path / "none.json")
+
+
+def test_nothing_waits_for_a_pipe_or_reads_a_device(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    places = {tmp_path / "pipe": "a pipe", "/dev/zero": "a device", tmp_path: "a folder"}
+    for path, kind in places.items():
+        with pytest.raises(ValueError, match=f"{kind}, not a file"):
+            foreign.read_bytes(path, max_bytes=10)
+
+
+def test_no_more_than_the_limit_is_read(tmp_path):
+    sparse = tmp_path / "file.json"
+    with open(sparse, "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match="larger than 67,108,864 bytes"):
+        foreign.read_json(sparse)
+    sparse.write_bytes(b"12345")
+    assert foreign.read_bytes(sparse, max_bytes=5) == b"12345"
+    # A file of /proc has a size of 0.
+    with pytest.raises(ValueError, match="larger than 3 bytes"):
+        foreign.read_bytes("/proc/self/status", max_bytes=3)
+
+
+# ---- text of others on a terminal ----
+
+CODES = (
+    "\x1b]0;title\x07 \x1b[2J\x1b[1;31m red \x9b31m \b\b\0 \u202e reversed \r over \ud800 \udcff"
+)
+SHOWN = (
+    r"\x1b]0;title\x07 \x1b[2J\x1b[1;31m red \x9b31m \x08\x08\x00 \u202e reversed \r over "
+    r"\ud800 \udcff"
+)
+TEXT = "naïve 日本 👩‍👩‍👧 שלום\n\tif x:\r\n"  # stays
+
+
+def test_codes_of_a_terminal_are_written_out_and_text_stays(capsys):
+    assert console.printable(CODES) == SHOWN
+    assert console.printable(TEXT) == TEXT
+    assert console.line_of(f"a: {CODES}\n  b\r\n") == rf"a: {SHOWN} b"
+    assert len(console.line_of("x" * 10**6)) < 5000
+    console.say(CODES, TEXT, stream="stderr")
+    assert capsys.readouterr().err == f"{SHOWN}\n{TEXT}\n"
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_generated_text_keeps_its_lines_and_does_nothing_to_the_terminal(capsys, num_prompts):
+    loaded = tokenizer.load("bytes")
+    new = loaded.encode("é\x1b[2J\r\n\tok\r").tolist()
+    steps = [[token] * num_prompts for token in [*new, None]]
+    generate.print_texts(loaded, [loaded.encode("\x9b1").tolist()] * num_prompts, steps)
+    texts = "\\x9b1é\\x1b[2J\r\n\tok\\r\n"
+    if num_prompts == 2:
+        texts = f"--- 0\n{texts}--- 1\n{texts}"
+    assert capsys.readouterr().out == texts
+
+
+def test_the_name_of_a_file_is_one_harmless_line(tmp_path, capsys):
+    name = tmp_path / "a\x1b[31m\n\u202eb"
+    faults = {
+        ("info", f"--config={name}"): "no such file",
+        ("checkpoint", "ls", str(name)): "has no folder checkpoints",
+        ("prepare", str(name), f"--output={tmp_path}/out"): "no such file or folder",
+        ("report", str(name), f"--output={tmp_path}/out.html"): "not a run",
+        ("generate", f"--workdir={name}"): "not a run",
+        ("nothing\x1b[31m",): "unknown verb",
+    }
+    for arguments, fault in faults.items():
+        assert main([*arguments]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        assert fault in line and r"\x1b[31m" in line and line.isprintable()
