@@ -1,6 +1,7 @@
 """Exit codes, and ConfigError: one line per fault, with the key, its value and what to do."""
 
 import difflib
+import errno
 import importlib
 import math
 import os
@@ -46,9 +47,10 @@ def memory_fault(error: BaseException, verb: str | None = "train") -> str | None
     """
     cause: BaseException | None = error
     while cause is not None:
-        text = str(cause)
         if isinstance(cause, OutOfMemory):
-            return text
+            return str(cause)
+        # A part, since the search below takes the square of the time for some texts.
+        text = str(cause)[:MAX_SEARCHED]
         # jax.errors.JaxRuntimeError, by name: nothing here imports jax.
         of_device = type(cause).__name__ == "JaxRuntimeError" and OUT_OF_MEMORY.search(text)
         if of_device or isinstance(cause, MemoryError):
@@ -61,6 +63,26 @@ def memory_fault(error: BaseException, verb: str | None = "train") -> str | None
     return None
 
 
+def disk_fault(error: BaseException) -> str | None:
+    """Returns which file could not be written on a full or read-only disk; None if that is not it.
+
+    An error while a file is written has no name. TensorStore raises ValueError.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        code = cause.errno if isinstance(cause, OSError) else None
+        if number := OS_ERROR_CODE.search(str(cause)[:MAX_SEARCHED]):
+            code = int(number[1])
+        if code in DISK_ERRORS:
+            name = getattr(cause, "filename", None) or "a file that is written"
+            return f"{name}: {os.strerror(code)}; make room, or use another disk"
+        cause = cause.__cause__
+    return None
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+OS_ERROR_CODE = re.compile(r"os_error_code='(\d{1,4})'")
+MAX_SEARCHED = 20_000  # characters of a message
 # What XLA and its libraries say, on CPU, GPU and TPU. (RESOURCE_EXHAUSTED alone may also be a full
 # disk.)
 OUT_OF_MEMORY = re.compile(

@@ -126,7 +126,9 @@ def _request(folder: Path, action: Callable[[Any], Any]) -> Any:
 def request_error(text: str, folder: Path) -> OSError:
     """Returns the last cause in an error message of TensorStore, without its details."""
     text = text.splitlines()[0] if "http_response_code=" not in text else text
-    cause = re.sub(r"\s*\[[a-z_]+\W.*", "", text, flags=re.S).rpartition("Error reading ")[2]
+    details = re.search(r"\[[a-z_]+\W", text)
+    before = text[: details.start()].rstrip() if details else text
+    cause = before.rpartition("Error reading ")[2]
     return OSError(None, cause[:300], url(folder))
 
 

@@ -1,13 +1,17 @@
 """Hostile files: what reads them says in one line what is wrong, and neither hangs nor crashes."""
 
+import errno
 import json
 import os
 
 import pytest
 
-from meshtrain import console, foreign
+from meshtrain import console, foreign, object_store
 from meshtrain.__main__ import main
+from meshtrain.checkpoint import manifest
+from meshtrain.cli import app
 from meshtrain.data import tokenizer
+from meshtrain.errors import disk_fault, memory_fault
 from meshtrain.inference import generate
 
 # Contents that no file of JSON may have, and what is said about them.
@@ -121,3 +125,38 @@ def test_the_name_of_a_file_is_one_harmless_line(tmp_path, capsys):
         assert printed.out == ""
         (line,) = printed.err.splitlines()
         assert fault in line and r"\x1b[31m" in line and line.isprintable()
+
+
+# ---- errors ----
+
+
+def test_a_full_disk_is_one_line(capsys):
+    """Whatever writes; an error while a file is written has no name."""
+    by_tensorstore = ValueError(f"Error writing \"a\" {'x' * 5000}\n[os_error_code='28']")
+    wrapped = RuntimeError("of Orbax")
+    wrapped.__cause__ = by_tensorstore
+    errors = {
+        OSError(errno.ENOSPC, "No space left on device"): "a file that is written: No space",
+        OSError(errno.ENOSPC, "No space left on device", "/x/a"): "/x/a: No space",
+        OSError(errno.EDQUOT, "Disk quota exceeded", "/x/a"): "/x/a: Disk quota exceeded; make",
+        by_tensorstore: "a file that is written: No space",
+        wrapped: "a file that is written: No space",
+    }
+    for error, line in errors.items():
+
+        def fail(error=error):
+            raise error
+
+        assert app.report_errors(fail, "plan") == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(line) and printed.count("\n") == 1
+    assert disk_fault(OSError(errno.ENOENT, "No such file or directory", "/x")) is None
+
+
+def test_long_messages_are_searched_in_linear_time():
+    """Each of these took the square of its length: hours."""
+    size = 10**6
+    memory_fault(MemoryError("allocat" * size))
+    object_store.request_error("http_response_code=" + " " * size + "x", object_store.root())
+    with pytest.raises(ValueError, match="Requested"), manifest.reading_chunks(object_store.root()):
+        raise ValueError("Requested byte range " * (size // 20))

@@ -30,7 +30,7 @@ from tests.lib.processes import free_port
 
 # A folder or root module imports only names before its own: on a line above, or to its left.
 LAYERS = """
-errors lazy moved rounding foreign object_store storage console metrics schedules
+errors lazy moved foreign object_store storage console metrics schedules
 configs config hardware
 cluster supervise parallel
 data ops optim models
@@ -210,6 +210,14 @@ def test_modules_named_by_text_are_imported_in_few_places():
     }
     risky = re.compile(r"import_module|__import__|spec_from_file_location|\bexec_module|runpy")
     assert {name for name, path in FILES.items() if risky.search(path.read_text())} == {*places}
+
+
+def test_the_modules_of_every_package_are_found_after_import_meshtrain():
+    """See lazy.py; the package of families imports all of them itself."""
+    packages = {name: path for name, path in FILES.items() if name.endswith("/__init__.py")}
+    del packages["meshtrain/__init__.py"], packages["meshtrain/huggingface/families/__init__.py"]
+    for name, path in packages.items():
+        assert "lazy.load_modules_of(__name__)\n" in path.read_text(encoding="utf-8"), name
 
 
 def without_encoding(path):

@@ -314,7 +314,7 @@ def unreadable(path: Path, error: OSError) -> TransientError:
 # at which byte they failed), the key of the chunk, errors of the disk and of a store.
 MISSING = re.compile(r"NOT_FOUND: |http_response_code='404'|Found incomplete checkpoint")
 DAMAGED = re.compile(
-    r"DATA_LOSS|; at byte \d|Requested byte range .* is not valid|http_response_code='416'"
+    r"DATA_LOSS|; at byte \d|Requested byte range .{0,200} is not valid|http_response_code='416'"
 )
 
 # What Orbax raises if its own files are missing or damaged.

@@ -28,7 +28,14 @@ from meshtrain.cluster import environment, progress
 from meshtrain.config import checks, load
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
-from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
+from meshtrain.errors import (
+    EXIT_FAILED,
+    EXIT_USER,
+    ConfigError,
+    TransientError,
+    disk_fault,
+    memory_fault,
+)
 from meshtrain.tools.plan import constraints
 
 HELP = ("help", "--help", "-h")
@@ -289,7 +296,8 @@ def _is_alone(args: argparse.Namespace) -> bool:
 def report_errors(run: Callable[[], int], verb: str) -> int:
     """Calls `run` and returns its exit code; prints a ConfigError to stderr, one line per fault.
 
-    So does a lack of memory, in one line; the verb decides what it advises to lower.
+    So does a lack of memory or of disk space, in one line; of memory, the verb decides what it
+    advises to lower.
     With several processes, a process that crashes exits at once, without waiting for the others.
     """
     # On SIGUSR1, print the stacks of all threads, even in a stuck process: the supervisor sends it.
@@ -305,7 +313,7 @@ def report_errors(run: Callable[[], int], verb: str) -> int:
         if fault := environment.jax_variable_fault(error, os.environ):
             console.say(fault, stream="stderr")
             return EXIT_USER
-        if fault := memory_fault(error, verb):
+        if fault := memory_fault(error, verb) or disk_fault(error):
             console.say(fault, stream="stderr")
             _exit_if_failed(EXIT_USER, wait_for_others=False)
             return EXIT_USER

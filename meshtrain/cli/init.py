@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     except FileExistsError as error:
         raise ConfigError(f"{folder}: exists already; use a new folder") from error
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; use another folder") from error
+        place = error.filename or folder  # none if the disk is full
+        raise ConfigError(f"{place}: {error.strerror}; use another folder") from error
     console.say(*(f"written {folder / name}" for name in texts))
     console.say(f"start with: bash {folder / 'train.sh'}")
     return 0

@@ -39,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
         )
         return EXIT_FAILED
     except OSError as error:
-        raise ConfigError(f"{error.filename or 'the files'}: {error.strerror}") from error
+        # An error while a file is written, such as a full disk, has no name.
+        place = error.filename or f"--output={args.output}"
+        raise ConfigError(f"{place}: {error.strerror}; make room, or repair it") from error
 
 
 def _prepare_or_verify(args: argparse.Namespace) -> int:

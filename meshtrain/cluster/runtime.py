@@ -7,8 +7,10 @@ import functools
 import hashlib
 import logging
 import os
+import shutil
 import stat
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -154,7 +156,12 @@ def _use_cache() -> None:
         if folder:
             # By default jax also caches GPU autotuning results there.
             jax.config.update("jax_compilation_cache_dir", str(folder))
+            # If the disk is full later, jax warns of each program, of which a run may have 100.
+            warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
     compilation_cache.reset_cache()  # it may have been initialized with other settings
+
+
+MIN_CACHE_SPACE = 16 << 20  # free bytes; a compiled step takes a few MB
 
 
 def _cache_folder() -> Path | None:
@@ -197,6 +204,8 @@ def _make_private(folder: Path, *, others: int) -> None:
             f"you must own it, with mode {allowed:o}"
         )
         raise PermissionError(errno.EPERM, reason)
+    if shutil.disk_usage(folder).free < MIN_CACHE_SPACE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _cpu_features() -> str:

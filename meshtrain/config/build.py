@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from meshtrain.config import checks
 from meshtrain.config.bind import bind
+from meshtrain.config.rounding import to_12_digits
 from meshtrain.config.schema import BuildConfig, Config, OptimConfig
 from meshtrain.errors import ConfigError, did_you_mean
-from meshtrain.rounding import to_12_digits
 
 # What the function of each section returns; by name, because this module imports no jax.
 KINDS = {"model": "Model", "data": "Source", "optim": "GradientTransformation"}

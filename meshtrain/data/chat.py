@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshtrain import foreign
+from meshtrain.config.rounding import to_12_digits
 from meshtrain.data import chat_template, files, identity, tokens
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.chat_template import ChatTemplate, Span
@@ -23,7 +24,6 @@ from meshtrain.data.prepare import inputs
 from meshtrain.data.source import Batch, Source, check_sizes
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, choice_faults
-from meshtrain.rounding import to_12_digits
 
 # T tokens of a text, or of all conversations
 

@@ -219,18 +219,20 @@ def of_json(line: bytes) -> Format | None:
 
 
 def first_line(path: Path) -> bytes:
-    """Returns the first line of a file, or its beginning; decompressed if its name ends in .gz.
+    """Returns the first line of a file that is not blank, or its beginning.
 
-    b"" for what cannot be read: opening the data reports it.
+    It is decompressed if its name ends in .gz. Returns b"" for what cannot be read: opening the
+    data reports it.
     """
     try:
         if not path.stat().st_size:
             return b""  # not opened: a file of /proc may wait for ever
         with open(path, "rb") as raw:
             file = igzip.IGzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            return file.readline(LOOK_AT).removeprefix(codecs.BOM_UTF8)
+            beginning = file.read(LOOK_AT).removeprefix(codecs.BOM_UTF8)
     except (OSError, EOFError, zlib.error):
         return b""
+    return beginning.lstrip().partition(b"\n")[0]
 
 
 def is_json_object(line: bytes) -> bool:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.config.rounding import to_12_digits
 from meshtrain.data import tokenizer
 from meshtrain.data.corpus import (
     Corpus,
@@ -30,7 +31,6 @@ from meshtrain.data.source import (
     to_segmented_batch,
 )
 from meshtrain.errors import ConfigError, choice_faults
-from meshtrain.rounding import to_12_digits
 
 # B batch, S sequence
 

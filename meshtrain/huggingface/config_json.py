@@ -169,6 +169,9 @@ def _faults(config: Config, family: Family) -> list[str]:
     return faults + family.faults(config)
 
 
+MAX_LAYERS = 10_000  # a list with an entry for each layer is made from the number
+
+
 def _value_faults(config: Config, family: Family) -> list[str]:
     """Returns an error for each value of Family.keys that is missing or invalid."""
     faults = []
@@ -188,6 +191,8 @@ def _value_faults(config: Config, family: Family) -> list[str]:
             faults.append(f"{hf_key}={value!r}: is of type {actual}, not {value_type.__name__}")
         elif value_type is not bool and not base.is_positive(value):
             faults.append(f"{hf_key}={value!r}: is not a number above 0")
+        elif key == "num_layers" and value > MAX_LAYERS:
+            faults.append(f"{hf_key}={value}: is more than the {MAX_LAYERS:,} layers of any model")
     return faults
 
 

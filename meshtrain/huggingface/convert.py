@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -68,9 +67,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{error.filename or args.target}: {error.strerror or error}") from error
     except ValueError as error:
         # TensorStore raises it where Python raises an OSError, for example on a full disk.
-        os_error = re.search(r"([^:]+) \[os_error_code=", str(error))
-        if os_error:
-            raise ConfigError(f"{args.target}: {os_error[1].strip()}") from error
+        before, is_os_error, _ = str(error).partition(" [os_error_code=")
+        if is_os_error:
+            reason = before.rpartition(":")[2].strip()
+            raise ConfigError(f"{args.target}: {reason}") from error
         raise
     if distributed.process_id() == 0:
         console.say(f"{args.target}: {summary}")

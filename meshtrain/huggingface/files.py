@@ -23,6 +23,7 @@ from meshtrain.errors import ConfigError
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LENGTH_BYTES = 8  # of the length of the header
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+MAX_DIMS, MAX_NUMBER = 32, 2**63 - 1  # of a tensor, and of its sizes and offsets
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -145,10 +146,13 @@ def _tensor(
     path: Path, data_start: int, name: str, *, dtype: str, shape: list, data_offsets: list
 ) -> Tensor:
     numbers = [*shape, *data_offsets]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-        raise ValueError(f"{name} has shape {shape} and offsets {data_offsets}")
+    # Before they are multiplied, which takes hours for long lists of long numbers.
+    if len(numbers) > MAX_DIMS or any(
+        isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= MAX_NUMBER for n in numbers
+    ):
+        raise ValueError(f"{name} has no valid shape and offsets")
     start, end = data_offsets
-    if end - start != ITEM_BYTES.get(dtype, math.nan) * math.prod(shape):
+    if dtype not in ITEM_BYTES or end - start != ITEM_BYTES[dtype] * math.prod(shape):
         raise ValueError(f"{name} of shape {shape} and dtype {dtype} has {end - start} bytes")
     return Tensor(path, dtype, tuple(shape), data_start + start)
 

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.config.rounding import to_12_digits
 from meshtrain.data.source import Batch
 from meshtrain.models.base import STATS_KEY, Params
 from meshtrain.models.layers import MLP, dense, normal_initializer
@@ -25,7 +26,6 @@ from meshtrain.ops import experts
 from meshtrain.parallel import context, expert
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
-from meshtrain.rounding import to_12_digits
 
 # B batch, S sequence, D model, F feed-forward of an expert, E experts, k experts per token, L
 # layers

@@ -59,8 +59,10 @@ def adafactor(
 
     The learning rate is relative to the RMS of a parameter, at least 1e-3. b1, b2 and epsilon are
     not used: the second moment decays with 1 - step^-decay_rate. Layers stacked into one array, and
-    experts, are factored, clipped and scaled each by itself. Weight decay is that of AdamW. Raises
-    ConfigError if a number is out of range.
+    experts, are factored, clipped and scaled each by itself. An array is factored along its two
+    largest dims, if both have `min_dim_size_to_factor` elements; otherwise as the matrix of its
+    inputs and outputs, such as (embed, heads x head_dim), if this one is large enough. Weight decay
+    is that of AdamW. Raises ConfigError if a number is out of range.
     """
     _check_keys_of_adamw(
         b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay, no_decay=no_decay
@@ -84,7 +86,7 @@ def adafactor(
         lambda names: f"stacked_{len(muon.stacked_dims(names))}", axes, is_leaf=muon.is_entry
     )
     return optax.chain(
-        optax.partition(optimizers, labels),
+        _on_matrices(optax.partition(optimizers, labels), axes, min_size=min_dim_size_to_factor),
         optax.add_decayed_weights(weight_decay, mask=optim.decay_mask(no_decay)),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -117,6 +119,48 @@ def schedule_free_adamw(
         optax.scale_by_learning_rate(learning_rate),
     )
     return contrib.schedule_free(base, learning_rate, b1=b1)
+
+
+def _on_matrices(
+    optimizer: optax.GradientTransformation, axes: Any, *, min_size: int
+) -> optax.GradientTransformation:
+    """Returns the transformation that applies the optimizer to kernels of heads as matrices.
+
+    Only to those whose moments it factors then, and not otherwise. A merged dim is sharded as its
+    first dim, the heads, is: no element moves.
+    """
+    matrix_of_param = muon.matrices(axes)
+
+    def matrices_of(tree):
+        def reshape(names, matrix, leaf):
+            if matrix is None or not hasattr(leaf, "shape"):
+                return leaf
+            return leaf.reshape(_factored_shape(matrix, leaf.shape, min_size))
+
+        # As in `_mapped`, optax also passes trees without arrays.
+        if not jax.tree.leaves(tree):
+            return tree
+        return jax.tree.map(reshape, axes, matrix_of_param, tree, is_leaf=muon.is_entry)
+
+    def init(params):
+        return optimizer.init(matrices_of(params))
+
+    def update(grads, state, params):
+        updates, state = optimizer.update(matrices_of(grads), state, matrices_of(params))
+        return jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), updates, grads), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _factored_shape(matrix: muon.Matrix, shape: tuple[int, ...], min_size: int) -> tuple[int, ...]:
+    """Returns the shape in which a parameter's second moment is factored, if there is one."""
+    stacked = tuple(shape[dim] for dim in matrix.stacked)
+    sizes = matrix.num_rows_and_columns(shape)
+    is_factored = sorted(shape[len(stacked) :])[-2] >= min_size
+    is_contiguous = (*matrix.stacked, *matrix.rows, *matrix.columns) == tuple(range(len(shape)))
+    if is_factored or not is_contiguous or min(sizes) < min_size:
+        return shape
+    return (*stacked, *sizes)
 
 
 def _mapped(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -351,3 +351,30 @@ def test_the_other_names_of_gpt2_in_the_original_do_not_override_the_export():
     original = config_json.read(GOLDEN / "gpt2" / "config.json") | dict(num_attention_heads=4)
     config = config_json.to_config(section, original)
     assert config["n_head"] == 2 and "num_attention_heads" not in config
+
+
+# Values that no key of a config.json expects, or of another type.
+HOSTILE = (None, "x", "", True, -1, 0, 1.5, float("nan"), float("inf"), 10**18, 10**400)
+HOSTILE += ([], [1], {}, {"a": 1}, {"rope_type": []}, {"type": "yarn", "factor": "x"})
+
+
+@pytest.mark.parametrize(
+    "family", sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+)
+def test_any_value_of_any_key_is_read_or_is_one_fault(family):
+    original = json.loads((GOLDEN / family / "config.json").read_text())
+    paths = [(key,) for key in (*original, "rope_scaling", "rope_parameters", "layer_types")]
+    for key, value in original.items():
+        if isinstance(value, dict):
+            paths += [(key, inner) for inner in value]
+    for path in paths:
+        for value in HOSTILE:
+            config = json.loads(json.dumps(original))
+            section = config
+            for key in path[:-1]:
+                section = section[key]
+            section[path[-1]] = value
+            try:
+                config_json.to_section(config)
+            except ConfigError as error:
+                assert all(0 < len(fault) < 2000 for fault in error.faults)

@@ -50,6 +50,12 @@ DAMAGE = {
     "another shape": lambda data: change_header(data, shape=[3]),
     "a negative shape": lambda data: change_header(data, shape=[-1, -61]),
     "a float": lambda data: change_header(data, shape=[1.0]),
+    "long numbers": lambda data: change_header(data, shape=[10**4000] * 3000),
+    "an unknown dtype of long numbers": lambda data: change_header(
+        data, dtype="X", shape=[1 << 62] * 20
+    ),
+    "no text as the dtype": lambda data: change_header(data, dtype=[]),
+    "no list as the shape": lambda data: change_header(data, shape={}),
     "beyond the end": lambda data: change_header(
         data, shape=[1], data_offsets=[1 << 70, (1 << 70) + 4]
     ),

@@ -334,7 +334,10 @@ ADAPTED = {
 RANK, ALPHA = 2, 6.0
 
 
-@pytest.mark.parametrize("kind", ADAPTED)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "linen blocks")) for kind in ADAPTED],
+)
 def test_adapters_of_own_layers_equal_merged_kernels_by_plain_calls(kind, x64):
     num_layers, mesh = ADAPTED[kind]
     c = config()
@@ -360,7 +363,10 @@ def test_adapters_of_own_layers_equal_merged_kernels_by_plain_calls(kind, x64):
     assert_same((found,), (expected_grads,), rtol=1e-10)
 
 
-@pytest.mark.parametrize("part", ["embed", "layers", "head"])
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, marks=pytest.mark.slow) for part in ("embed", "layers")] + ["head"],
+)
 def test_dropout_of_adapters_in_all_parts_of_a_stack(part):
     targets = (f"{part}/*",)
     model = lora.lora(linen_blocks(), rank=RANK, alpha=ALPHA, targets=targets, dropout=0.5)

@@ -79,6 +79,9 @@ def config_of(name, **layout):
     c.optim.weight_decay = 0.3
     c.train.dtype = c.train.param_dtype = "float64"
     c.mesh.update({"data": 1, **layout})
+    if name == "adafactor":
+        with c.unlocked():
+            c.optim.min_dim_size_to_factor = 8  # heads alone have 2 and 6
     return c
 
 
@@ -161,6 +164,43 @@ def test_adafactor_treats_each_layer_and_expert_as_an_array_of_its_own(shape, x6
         np.testing.assert_allclose(found["kernel"][index], one, rtol=1e-6)
     sizes = {leaf.shape for leaf in jax.tree.leaves(state)}
     assert shape not in sizes and {(*shape[:-2], 6), (*shape[:-2], 10)} < sizes
+
+
+HEADS = {
+    "query": (("layers", "embed", "heads", "head_dim"), (2, 6, 3, 4), (2, 6, 12)),
+    "out": (("layers", "heads", "head_dim", "embed"), (2, 3, 4, 6), (2, 12, 6)),
+    # Factored without this, or too small with it.
+    "wide": (("layers", "embed", "heads", "head_dim"), (2, 6, 3, 5), (2, 6, 3, 5)),
+    "few": (("layers", "embed", "heads", "head_dim"), (2, 6, 2, 2), (2, 6, 2, 2)),
+}
+
+
+def test_adafactor_factors_kernels_of_heads_as_matrices(x64):
+    """An attention kernel whose heads and head size are small has a row and a column too."""
+    rng = np.random.default_rng(0)
+    names = {name: names for name, (names, _, _) in HEADS.items()}
+    found = {name: rng.normal(size=shape) for name, (_, shape, _) in HEADS.items()}
+    merged = {name: found[name].reshape(shape) for name, (_, _, shape) in HEADS.items()}
+    build = functools.partial(optim_others.adafactor, rate, **KEYS, min_dim_size_to_factor=5)
+    optimizer = build(axes=names)
+    plain = build(
+        axes={name: ("layers", *[None] * (leaf.ndim - 1)) for name, leaf in merged.items()}
+    )
+    state, plain_state = optimizer.init(found), plain.init(merged)
+    assert [leaf.shape for leaf in jax.tree.leaves(state)] == [
+        leaf.shape for leaf in jax.tree.leaves(plain_state)
+    ]
+    sizes = [leaf.shape for leaf in jax.tree.leaves(state)]
+    assert (2, 6) in sizes and (2, 12) in sizes and (2, 6, 3, 4) not in sizes
+    for _ in range(3):
+        grads = {name: rng.normal(size=leaf.shape) for name, leaf in found.items()}
+        updates, state = jax.jit(optimizer.update)(grads, state, found)
+        merged_grads = {name: grads[name].reshape(leaf.shape) for name, leaf in merged.items()}
+        expected, plain_state = jax.jit(plain.update)(merged_grads, plain_state, merged)
+        for name in HEADS:
+            assert updates[name].shape == found[name].shape
+            flat = np.reshape(updates[name], merged[name].shape)
+            np.testing.assert_allclose(flat, expected[name], rtol=1e-10)
 
 
 def test_what_is_no_matrix_gets_adamw():

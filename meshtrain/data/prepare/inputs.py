@@ -161,14 +161,17 @@ def check_separator(paths: list[Path], separator: str) -> None:
 
 
 def _holds(path: Path, separator: bytes) -> bool:
-    """Returns whether a file holds the separator; False if it cannot be read, reported later."""
+    """Returns whether a file holds the separator; False if it cannot be read, reported later.
+
+    True for a compressed file with a document that is too large, which is reported later too.
+    """
     try:
         if not path.stat().st_size:
             return False  # not opened: a file of /proc may wait for ever
         with _open_at(path, 0) as (file, _):
             end = b""  # of the chunk before: the separator may lie between two
             while chunk := file.read(CHUNK):
-                if separator in end + chunk:
+                if separator in end + chunk or file.tell() > _max_document_bytes(path):
                     return True
                 end = chunk[-len(separator) :]
     except (OSError, EOFError, zlib.error):

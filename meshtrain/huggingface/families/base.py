@@ -230,7 +230,7 @@ def minimum_faults(config: Config, minimums: Mapping[str, int]) -> list[str]:
 
 
 def is_count(value: Any, minimum: int = 1) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+    return is_number(value) and isinstance(value, int) and value >= minimum
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -128,9 +128,11 @@ SUPPORTED_VALUES = base.SILU_ONLY | {"attention_bias": (False,), "moe_layer_freq
 
 def _attention_to_section(config: Config) -> Section:
     """Returns the scale of the queries; 0.0, the default, if YaRN does not change it."""
-    size = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    sizes = (config["qk_nope_head_dim"], config["qk_rope_head_dim"])
     m = _query_factor(config)
-    return {"query_scale": size**-0.5 * m * m if m != 1 else 0.0}
+    if m == 1 or not all(map(base.is_positive, sizes)):  # to_section reports other values
+        return {"query_scale": 0.0}
+    return {"query_scale": sum(sizes) ** -0.5 * m * m}
 
 
 def _query_factor(config: Config) -> float:

@@ -1,6 +1,6 @@
 """GPT-2."""
 
-from meshtrain.huggingface.families.base import Config, Family, Section
+from meshtrain.huggingface.families.base import Config, Family, Section, is_number
 
 # GPT-2 stores linear layers as [in, out].
 NAMES = {
@@ -34,11 +34,11 @@ DEFAULT_DROPOUT = 0.1  # of each in transformers
 
 def _to_section(config: Config) -> Section:
     """Returns the width of the MLP, and `dropout`: the rate of all three, or 0 if they differ."""
-    rates = {config.get(key, DEFAULT_DROPOUT) for key in DROPOUT_RATES}
-    dropout = rates.pop() if len(rates) == 1 else None
+    rates = [config.get(key, DEFAULT_DROPOUT) for key in DROPOUT_RATES]
+    are_equal = rates.count(rates[0]) == len(rates) and is_number(rates[0])
     return {
         "d_ff": config["n_inner"] or 4 * config["n_embd"],
-        "dropout": float(dropout or 0),
+        "dropout": float(rates[0]) if are_equal else 0.0,
     }
 
 

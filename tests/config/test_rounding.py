@@ -9,9 +9,9 @@ import pytest
 
 from meshtrain.config.build import with_steps
 from meshtrain.config.parse import parse
+from meshtrain.config.rounding import to_12_digits
 from meshtrain.data.source import to_batch
 from meshtrain.models.mixture import within_capacity
-from meshtrain.rounding import to_12_digits
 from tests.lib.epochs import settings
 from tests.lib.token_files import build
 

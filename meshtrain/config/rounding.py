@@ -1,4 +1,4 @@
-"""Products of decimal fractions, without what binary floating point adds to them."""
+"""Fractions of a number that a config gives in decimals, without the error of binary ones."""
 
 
 def to_12_digits(value: float) -> float:
