@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 MAX_JSON_BYTES = 64 << 20
 MAX_TEXT_BYTES = 16 << 20  # of other texts that are read at once, such as templates
 # Of JSON values. Python reads about 1000 levels, but then its other functions fail on them.
@@ -69,6 +71,21 @@ def read_json(
         names = {dict: "an object", list: "a list"}
         raise ValueError(f"not {names[kind]}")
     return value
+
+
+def map_npy(path: str | Path) -> np.ndarray:
+    """Returns the array of a .npy file, memory-mapped: its header may claim more than is there.
+
+    Raises OSError, and ValueError if it is not such a file.
+    """
+    open_file(path).close()  # raises ValueError for a pipe, whose opening would wait
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # numpy reads the header as Python, which may fail in any way
+        reason = str(error).partition(".")[0]  # without numpy's unsafe advice
+        raise ValueError(f"not a .npy file: {reason}") from None
 
 
 def parse_json(

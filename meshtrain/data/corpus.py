@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain import foreign
 from meshtrain.data import files, formats, identity, indexed, prepared
 from meshtrain.errors import ConfigError
 
@@ -240,7 +241,7 @@ def _load_raw_file(path: str, dtype: str, vocab_size: int) -> Corpus:
 def _map_file(path: str, dtype: str) -> np.ndarray:
     if path.endswith(".npy"):
         try:
-            tokens = indexed.map_npy(path)
+            tokens = foreign.map_npy(path)
         except ValueError as error:
             raise ConfigError(f"data.path={path} is {error}") from error
         # Integers of any size: the tokens of each row are checked when it is read.

@@ -8,7 +8,6 @@ documents are one sequence.
 
 import os
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -139,20 +138,6 @@ def _read_index(name: str) -> _Index:
             pointers=np.fromfile(file, "<i8", num_sequences),
             documents=np.fromfile(file, "<i8", num_documents),
         )
-
-
-def map_npy(path: str | Path) -> np.ndarray:
-    """Returns the array of a .npy file, memory-mapped: its header may claim more than is there.
-
-    Raises OSError, and ValueError if it is not such a file.
-    """
-    try:
-        return np.lib.format.open_memmap(path, mode="r")
-    except OSError:
-        raise
-    except Exception as error:  # numpy reads the header as Python, which may fail in any way
-        reason = str(error).partition(".")[0]  # without numpy's unsafe advice
-        raise ValueError(f"not a .npy file: {reason}") from None
 
 
 def map_tokens(path: str, dtype: np.dtype | str) -> np.ndarray:

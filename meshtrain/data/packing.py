@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from meshtrain.data import indexed
+from meshtrain import foreign
 from meshtrain.data.corpus import Corpus, check_ids, concatenate_ranges
 from meshtrain.data.source import Batch, concatenate
 
@@ -67,7 +67,7 @@ def _write_cache(name: str, array: np.ndarray) -> None:
 def _read_cache(name: str) -> Packing | None:
     """Returns the packing in a cache file; None if the file is missing or corrupt."""
     try:
-        numbers = np.asarray(indexed.map_npy(name))
+        numbers = np.asarray(foreign.map_npy(name))
         if numbers.ndim != 1 or numbers.dtype != np.int64:
             return None
         crc, num_rows, num_pieces = numbers[:3]

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from meshtrain import foreign
-from meshtrain.data import indexed
 from meshtrain.errors import ConfigError
 
 MANIFEST = "manifest.json"
@@ -120,7 +119,7 @@ def read_token_bytes(folder: Path, manifest: dict[str, Any]) -> np.ndarray:
     path = folder / TOKEN_BYTES
     vocab_size = manifest["tokenizer"]["vocab_size"]
     try:
-        sizes_V = indexed.map_npy(path)
+        sizes_V = foreign.map_npy(path)
         if sizes_V.shape != (vocab_size,) or sizes_V.dtype.kind not in "iu":
             raise ValueError(f"{sizes_V.dtype} of shape {sizes_V.shape}, not ({vocab_size},)")
     except (OSError, ValueError) as error:

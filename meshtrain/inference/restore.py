@@ -1,10 +1,10 @@
 """Restores the model of a run for inference."""
 
 import dataclasses
-import sys
 from functools import partial
 from pathlib import Path
 
+from meshtrain import console
 from meshtrain.checkpoint import arrays, find, resume, run_tokenizer
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.config.build import RunParts, build_model, optimizer_builder
@@ -37,4 +37,4 @@ def restore_params(cfg: Config, path: Path, *, tokenizer: str = "") -> tuple[Pro
         abstract_params = program.abstract_state.params
         return arrays.restore_params(directory, saved.arrays, abstract_params)[0]
 
-    return program, find.read_valid(path, read, log=partial(print, file=sys.stderr))
+    return program, find.read_valid(path, read, log=partial(console.say, stream="stderr"))
