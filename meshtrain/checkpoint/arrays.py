@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain import storage
 from meshtrain.checkpoint import manifest, orbax_patches
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
-from meshtrain.errors import ConfigError, TransientError
+from meshtrain.cluster import distributed
+from meshtrain.errors import ConfigError, TransientError, first_line
 from meshtrain.models import trees
 from meshtrain.models.base import Params
 from meshtrain.models.lora_layer import is_low_rank
@@ -42,18 +43,32 @@ def _raise(fault: Exception | None) -> None:
 
 # ---- writing ----
 
+NUM_BARRIERS = 2  # of a save of Orbax: all have written; process 0 has merged what they wrote
+
 
 class AsyncWriter:
-    """Writes trees of arrays in the background, one at a time."""
+    """Writes trees of arrays in the background, one at a time.
+
+    An error of one process is raised on all of them.
+    """
 
     def __init__(self):
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True))
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(use_zarr3=True),
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._wait_for_all),
+        )
+        self._barriers = distributed.Barriers(NUM_BARRIERS)
+
+    def _wait_for_all(self, *, key: str, timeout_ms: int) -> None:
+        self._barriers.wait(timeout_ms / 1000)
 
     def save(self, folder: Path, tree: Any) -> None:
         """Starts to write to a new folder; returns after the copy to the host.
 
-        Then the arrays may be donated.
+        Then the arrays may be donated. No process may still be in the last save.
         """
+        self._barriers.forget()
+        self._barriers = distributed.Barriers(NUM_BARRIERS)
         with self._first_error():
             self._orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
 
@@ -70,7 +85,9 @@ class AsyncWriter:
         """
         try:
             yield
-        except Exception:
+        except Exception as error:
+            self._barriers.fail(first_line(error))
+            orbax_patches.end_waits_for_folders()
             with contextlib.suppress(Exception):
                 self._orbax.wait_until_finished()
             raise

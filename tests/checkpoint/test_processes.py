@@ -24,15 +24,48 @@ distributed.initialize()
 config = quick(steps=int(sys.argv[2]))
 config.mesh.update(data=1, fsdp=4)
 config.checkpoint.update(every=1, keep_last=9)
+exec(sys.argv[3])
 train(config, workdir=sys.argv[1])
 """
 
+# Process 0 cannot create the folder of the first save, nor merge what all have written in the
+# second one; process 1 cannot write its arrays in the third.
+FAILURES = """
+from orbax.checkpoint._src.path import async_path
+from orbax.checkpoint._src.serialization import tensorstore_utils
+from meshtrain.checkpoint import arrays, saver
+from meshtrain.storage import LocalFolder
+saver.FIRST_WAIT = 0.0
+number, due = 0, {(1, "mkdir"): 0, (2, "merge"): 0, (3, "write"): 1}
+def fail(kind):
+    if due.get((number, kind)) == distributed.process_id():
+        del due[number, kind]
+        raise OSError(28, "No space left on device")
+def failing(kind, function):
+    def called(*args, **options):
+        fail(kind)
+        return function(*args, **options)
+    return called
+def counted(function):
+    def save(*args):
+        global number
+        number += 1
+        return function(*args)
+    return save
+arrays.AsyncWriter.save = counted(arrays.AsyncWriter.save)
+async_path.mkdir = failing("mkdir", async_path.mkdir)
+LocalFolder.confirm_lock = failing("merge", LocalFolder.confirm_lock)
+tensorstore_utils.build_array_write_spec = failing(
+    "write", tensorstore_utils.build_array_write_spec
+)
+"""
 
-def run(workdir, steps):
+
+def run(workdir, steps, before=""):
     port = 20000 + os.getpid() % 20000
     address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **address}
-    command = [sys.executable, "-c", PROGRAM, str(workdir), str(steps)]
+    command = [sys.executable, "-c", PROGRAM, str(workdir), str(steps), before]
     processes = [
         subprocess.Popen(command, cwd=ROOT, env={**env, "JAX_PROCESS_ID": str(rank)})
         for rank in range(2)
@@ -42,6 +75,7 @@ def run(workdir, steps):
     finally:
         for process in processes:
             process.kill()
+            process.wait()
 
 
 def test_a_chunk_that_one_process_finds_damaged_is_used_by_none(tmp_path):
@@ -56,4 +90,15 @@ def test_a_chunk_that_one_process_finds_damaged_is_used_by_none(tmp_path):
     assert [one["step"] for one in events(tmp_path / "run", "restore")] == [2]
     assert [one["step"] for one in events(tmp_path / "run", "quarantine")] == [3]
     assert find.steps(checkpoints(tmp_path / "run")) == [4, 3, 2, 1]
+    assert manifest.verify(checkpoints(tmp_path / "run") / "4").processes == 2
+
+
+def test_a_save_that_fails_in_one_process_fails_in_all_at_once(tmp_path):
+    """At jax's barriers the others would wait 20 minutes, and this test for its timeout."""
+    run(tmp_path / "run", 4, FAILURES)
+    failed = events(tmp_path / "run", "save_failed")
+    assert [one["step"] for one in failed] == [1, 2, 3]
+    assert all("No space left on device" in one["error"] for one in failed)
+    assert "process 1: " in failed[2]["error"]
+    assert find.steps(checkpoints(tmp_path / "run")) == [4]
     assert manifest.verify(checkpoints(tmp_path / "run") / "4").processes == 2
