@@ -12,6 +12,7 @@ import pytest
 import meshtrain
 from meshtrain import errors
 from meshtrain.cli import app, verbs
+from meshtrain.config import load
 from tests.lib.paths import ROOT
 
 HEAVY = ("jax", "flax", "orbax", "optax", "rich", "tokenizers", "pyarrow")
@@ -241,3 +242,22 @@ sys.exit(9 if "jax" in sys.modules else code)
         done.stderr
         == "data.path=/nonexistent: no such file or folder; give a file or a folder of data\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_processes", "advice"),
+    [
+        (3, 3, "use a number of processes that divides 4, or set one axis to -1"),
+        (2, 2, "use --simulate_devices=2, or set one axis to -1"),
+        (1, 1, "use --simulate_devices=4, or set one axis to -1"),
+    ],
+)
+def test_the_advice_for_a_mesh_that_does_not_fit_is_of_each_process(
+    num_devices, num_processes, advice
+):
+    config = load.read("quickstart", ["--config.mesh.data=4"], environ={})[0]
+    cfg, faults = app._parse(
+        config, num_devices, flag="--simulate_devices", num_processes=num_processes
+    )
+    assert cfg is None
+    assert faults == [f"mesh.data=4 needs 4 devices and there are {num_devices}; {advice}"]
