@@ -88,7 +88,7 @@ class Saver:
         self._corrupt: dict[int, str] = {}
 
         # Saving: the save in progress, and when the next one is due.
-        self._arrays = AsyncWriter()
+        self._arrays = AsyncWriter(distributed.Barriers)
         self._pending: _PendingSave | None = None
         self._thread: threading.Thread | None = None
         self._newest_step = -1
