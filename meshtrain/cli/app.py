@@ -29,7 +29,14 @@ from meshtrain.cluster import environment, progress
 from meshtrain.config import checks, load
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES, Config
-from meshtrain.errors import EXIT_FAILED, EXIT_USER, ConfigError, TransientError, memory_fault
+from meshtrain.errors import (
+    EXIT_FAILED,
+    EXIT_USER,
+    ConfigError,
+    TransientError,
+    did_you_mean,
+    memory_fault,
+)
 from meshtrain.tools.plan import constraints
 
 HELP = ("help", "--help", "-h")
@@ -47,7 +54,8 @@ def command(arguments: list[str]) -> int:
     if first.startswith("-"):
         first, rest = "train", arguments
     if first not in verbs.NAMES:
-        print(f"{first}: unknown verb; use one of {', '.join(verbs.NAMES)}", file=sys.stderr)
+        text = f"{first}: unknown verb; use one of {', '.join(verbs.NAMES)}"
+        print(text + did_you_mean(first, verbs.NAMES), file=sys.stderr)
         return EXIT_USER
     return main(first, rest)
 

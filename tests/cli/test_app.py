@@ -112,6 +112,23 @@ def test_help_lists_the_verbs_and_describes_one(capsys):
     assert "trian: unknown verb" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        ("trian", '(did you mean "train"?)'),
+        ("verifyx", '(did you mean "verify"?)'),
+        ("launhc -- --config=x", '(did you mean "launch"?)'),
+        ("xyz", "schedule, checkpoint"),
+        ("checkpoint verifx x", '(did you mean "verify"?)'),
+        ("convert --dtype=float23 a b", '(did you mean "float32"?)'),
+    ],
+)
+def test_a_misspelt_verb_or_choice_gets_the_nearest_one(arguments, end, capsys):
+    assert app.command(arguments.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "use one of " in line and line.endswith(end)
+
+
 @pytest.mark.parametrize("verb", verbs.NAMES)
 def test_every_verb_has_a_help_text(verb, capsys):
     assert app.main(verb, ["--help"]) == 0
