@@ -10,7 +10,7 @@ import contextlib
 import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain import storage
 from meshtrain.checkpoint import manifest, orbax_patches
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
-from meshtrain.errors import ConfigError, TransientError
+from meshtrain.errors import ConfigError, TransientError, first_line
 from meshtrain.models import trees
 from meshtrain.models.base import Params
 from meshtrain.models.lora_layer import is_low_rank
@@ -42,18 +42,45 @@ def _raise(fault: Exception | None) -> None:
 
 # ---- writing ----
 
+NUM_BARRIERS = 2  # of a save of Orbax: all have written; process 0 has merged what they wrote
+
+
+class Barriers(Protocol):
+    """Those of `cluster.distributed`."""
+
+    def wait(self, seconds: float) -> None: ...
+    def fail(self, reason: str) -> None: ...
+    def forget(self) -> None: ...
+
 
 class AsyncWriter:
-    """Writes trees of arrays in the background, one at a time."""
+    """Writes trees of arrays in the background, one at a time.
 
-    def __init__(self):
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_zarr3=True))
+    With several processes `make_barriers(number)` returns the barriers of a save; an error of one
+    process is then raised on all.
+    """
+
+    def __init__(self, make_barriers: Callable[[int], Barriers] | None = None):
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(use_zarr3=True),
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._wait_for_all),
+        )
+        self._make_barriers = make_barriers
+        self._barriers: Barriers | None = None
+
+    def _wait_for_all(self, *, key: str, timeout_ms: int) -> None:
+        assert self._barriers is not None  # Orbax calls it if there are several processes
+        self._barriers.wait(timeout_ms / 1000)
 
     def save(self, folder: Path, tree: Any) -> None:
         """Starts to write to a new folder; returns after the copy to the host.
 
-        Then the arrays may be donated.
+        Then the arrays may be donated. No process may still be in the last save.
         """
+        if self._barriers:
+            self._barriers.forget()
+        if self._make_barriers:
+            self._barriers = self._make_barriers(NUM_BARRIERS)
         with self._first_error():
             self._orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
 
@@ -70,7 +97,10 @@ class AsyncWriter:
         """
         try:
             yield
-        except Exception:
+        except Exception as error:
+            if self._barriers:
+                self._barriers.fail(first_line(error))
+            orbax_patches.end_waits_for_folders()
             with contextlib.suppress(Exception):
                 self._orbax.wait_until_finished()
             raise

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from etils import epath
 from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.futures import future, synchronization
 from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
 
@@ -79,15 +80,15 @@ def _with_folders(merge: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _creates_folder(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method that waits for a folder of process 0, or creates one not shared."""
+    """Returns the method that creates a folder for metadata, in every process.
 
-    async def create_or_wait(store: Any, folder: Any) -> None:
-        if storage.workdir_at(Path(folder)).shared:
-            await wait(store, folder)
-        else:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+    Orbax's waits 10 minutes for process 0, which may have failed, or write to another folder.
+    """
 
-    return create_or_wait
+    async def create(store: Any, folder: Any) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+    return create
 
 
 def _validates_if_shared(validate: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,3 +139,12 @@ def _without_urls_in_paths(normalize: Callable[[str], str]) -> Callable[[str], s
         return os.path.normpath(path) if os.path.isabs(path) else normalize(path)
 
     return normalize_path
+
+
+def end_waits_for_folders() -> None:
+    """Ends the waits of other processes for a folder that this one could not create."""
+    signals = synchronization.HandlerAwaitableSignal
+    future.set_signals(
+        [signals.STEP_DIRECTORY_CREATION, signals.ITEM_DIRECTORY_CREATION],
+        operation_id=synchronization.OperationIdGenerator.get_current_operation_id(),
+    )

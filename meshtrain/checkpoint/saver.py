@@ -24,8 +24,10 @@ from meshtrain.storage import Workdir
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0  # seconds from a failed save to the next try
 LAST_TRIES = 4  # for the save at the end of a run
 
-# In the messages of TensorStore: errors of the disk, and of a store.
-STORAGE_ERROR = re.compile("os_error_code=|RESOURCE_EXHAUSTED|http_response_code=|curl_code=")
+# In the messages of TensorStore: errors of the disk, and of a store; in those of other processes.
+STORAGE_ERROR = re.compile(
+    r"os_error_code=|RESOURCE_EXHAUSTED|http_response_code=|curl_code=|\[Errno \d+\]"
+)
 
 SPACE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of the state's bytes
 
@@ -86,7 +88,7 @@ class Saver:
         self._corrupt: dict[int, str] = {}
 
         # Saving: the save in progress, and when the next one is due.
-        self._arrays = AsyncWriter()
+        self._arrays = AsyncWriter(distributed.Barriers)
         self._pending: _PendingSave | None = None
         self._thread: threading.Thread | None = None
         self._newest_step = -1
@@ -316,6 +318,8 @@ class Saver:
         """
         began = time.perf_counter()
         self._wait()
+        # If the last save failed, a process may still have been writing to its folder.
+        distributed.barrier("save")
         # A run that ends right after a save has nothing new, but perhaps an evaluation.
         if distributed.broadcast(step == self._newest_step):
             self.add_metrics(step, fields["metrics"])

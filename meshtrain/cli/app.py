@@ -12,6 +12,7 @@ import errno
 import faulthandler
 import functools
 import os
+import re
 import signal
 import sys
 import traceback
@@ -33,6 +34,7 @@ from meshtrain.errors import (
     EXIT_USER,
     ConfigError,
     TransientError,
+    did_you_mean,
     disk_fault,
     memory_fault,
 )
@@ -54,6 +56,7 @@ def command(arguments: list[str]) -> int:
         first, rest = "train", arguments
     if first not in verbs.NAMES:
         fault = f"{first}: unknown verb; use one of {', '.join(verbs.NAMES)}"
+        fault += did_you_mean(first, verbs.NAMES)
         console.say(console.line_of(fault), stream="stderr")
         return EXIT_USER
     return main(first, rest)
@@ -164,12 +167,17 @@ def _read_config(
     asked_devices = getattr(args, "devices", None)  # devices that need not be there
     device_flag = "--devices" if asked_devices else "--simulate_devices"
 
-    def parse_for(num_devices: int | None) -> Config | None:
+    def parse_for(num_devices: int | None, num_processes: int = 1) -> Config | None:
         """Returns the typed config; raises ConfigError with every fault."""
         cfg, config_faults = None, []
         if config is not None:
             num_devices = None if verb.ignores_mesh else asked_devices or num_devices
-            cfg, config_faults = _parse(config, num_devices, device_flag)
+            cfg, config_faults = _parse(
+                config,
+                num_devices,
+                flag=device_flag,
+                num_processes=1 if asked_devices else num_processes,
+            )
         if faults or config_faults:
             raise ConfigError(*faults, *config_faults)
         return cfg
@@ -190,22 +198,24 @@ def _read_config(
         with distributed.raise_on_all_processes():
             import jax
 
-            cfg = parse_for(jax.device_count())
+            cfg = parse_for(jax.device_count(), distributed.num_processes())
     return args, cfg
 
 
-def _parse(config: Any, num_devices: int | None, flag: str) -> tuple[Config | None, list[str]]:
+def _parse(
+    config: Any, num_devices: int | None, *, flag: str, num_processes: int
+) -> tuple[Config | None, list[str]]:
     """Returns the typed config, and its faults.
 
     With `num_devices`, these include those of a mesh that does not fit them.
 
-    `flag` is the one that sets the number of devices, for messages.
+    `flag` is the one that sets the number of devices of each process, for messages.
     """
     is_auto = checks.is_auto(config)
     try:
         cfg = parse(config, num_devices=None if is_auto else num_devices)
     except ConfigError as error:
-        return None, _naming_flag(flag, error)
+        return None, _advising(flag, num_processes, error)
     if is_auto and num_devices:
         sizes = constraints.auto_sizes(cfg.mesh)
         sized = constraints.with_batch(cfg, num_devices)
@@ -213,9 +223,16 @@ def _parse(config: Any, num_devices: int | None, flag: str) -> tuple[Config | No
     return cfg, []
 
 
-def _naming_flag(flag: str, error: ConfigError) -> list[str]:
-    """Returns the faults with the flag that sets the number of devices of this verb."""
-    return [fault.replace("--simulate_devices=", f"{flag}=") for fault in error.faults]
+def _advising(flag: str, num_processes: int, error: ConfigError) -> list[str]:
+    """Returns the faults with the way to get a number of devices in this verb and run."""
+
+    def advice(match: re.Match) -> str:
+        num_devices = int(match[1])
+        if num_devices % num_processes:
+            return f"a number of processes that divides {num_devices}"
+        return f"{flag}={num_devices // num_processes}"
+
+    return [re.sub(r"--simulate_devices=(\d+)", advice, fault) for fault in error.faults]
 
 
 def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Config]:

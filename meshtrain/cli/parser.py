@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,7 +10,7 @@ from meshtrain import storage
 from meshtrain.cluster import environment
 from meshtrain.config.bind import flag_faults
 from meshtrain.config.suggest import OTHER_NAMES, did_you_mean_flag
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, did_you_mean
 
 # Arguments that may be runs on object stores.
 RUNS = {"workdir", "workdirs", "paths", "source", "measured"}
@@ -86,6 +87,14 @@ class Parser(argparse.ArgumentParser):
         return faults
 
     def error(self, message: str) -> NoReturn:
+        if choice := re.fullmatch(
+            r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.+)\)", message
+        ):
+            name, value, choices = choice.groups()
+            choices = re.findall(r"[^\s,']+", choices)
+            given = f"{name}={value}" if name.startswith("-") else value
+            near = did_you_mean(value, choices)
+            raise ConfigError(f"{given}: use one of {', '.join(choices)}{near}")
         missing = "arguments are required" in message
         raise ConfigError(message + (f"; see {self.prog} --help" if missing else ""))
 

@@ -82,6 +82,7 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     flags = [("--fix", flag) for flag in args.fix]
     flags += [("--explain", flag) for flag in (args.explain or "").split(",") if flag]
     args.fix = constraints.values(flags)
+    args.fixed_by = {flag.partition("=")[0].rpartition(".")[2]: name for name, flag in flags}
     args.measured = machines.measured_factor(args.measured) if args.measured else None
 
 
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     from meshtrain.tools.plan import compiled, constraints, from_config, search, text
     from meshtrain.tools.plan.machine import Machine
 
-    if faults := constraints.fixed_faults(cfg, args.fix, args.devices):
+    if faults := constraints.fixed_faults(cfg, args.fix, args.devices, args.fixed_by):
         raise ConfigError(*faults)
     machine = Machine(args.device, args.devices, args.devices_per_host)
     limit = args.memory * args.device.memory

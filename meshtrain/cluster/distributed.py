@@ -158,6 +158,54 @@ def barrier(name: str) -> None:
         client.wait_at_barrier(f"meshtrain/{number}/{name}", TIMEOUT * 1000)
 
 
+class Barriers:
+    """Barriers of one task, which the failure of any process ends for all.
+
+    At jax's own barriers the others would wait until the timeout. All processes must create it
+    together; then any thread may call the methods.
+    """
+
+    def __init__(self, count: int):
+        self._place = f"meshtrain/{next(_sequence)}"
+        self._count = count
+        self._next = 0
+
+    def wait(self, seconds: float) -> None:
+        """Returns when all processes have called it; raises RuntimeError if one has failed."""
+        client = jax_distributed.global_state.client
+        place = f"{self._place}/{self._next}"
+        self._next += 1
+        if process_id() > 0:
+            self._set(f"{place}/{process_id()}", "")
+            fault = client.blocking_key_value_get(f"{place}/all", int(seconds * 1000))
+        else:
+            fault = ""
+            for rank in range(1, num_processes()):
+                key = f"{place}/{rank}"
+                fault = fault or client.blocking_key_value_get(key, int(seconds * 1000))
+            self._set(f"{place}/all", fault)
+        if fault:
+            raise RuntimeError(fault)
+
+    def fail(self, reason: str) -> None:
+        """Ends the barriers at which the others wait, or will wait."""
+        if num_processes() == 1:
+            return
+        own = process_id() or "all"
+        for number in range(self._count):
+            self._set(f"{self._place}/{number}/{own}", f"process {process_id()}: {reason}")
+
+    def _set(self, key: str, value: str) -> None:
+        # One that was set before stays: the others may have read it.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax_distributed.global_state.client.key_value_set(key, value)
+
+    def forget(self) -> None:
+        """Deletes what the processes have exchanged. They must have passed all barriers."""
+        if num_processes() > 1 and process_id() == 0:
+            jax_distributed.global_state.client.key_value_delete(f"{self._place}/")
+
+
 # ---- requests to stop ----
 
 STOP_KEYS = "meshtrain/stop"

@@ -127,9 +127,13 @@ def process_info(
         return None
 
     placement = launcher.read(environ)
+    variables = ""
     if address:
         address_name = label(address_variable)
     else:
+        names = dict.fromkeys([launcher.count_name(environ), launcher.rank, *launcher.address])
+        values = " ".join(f"{label(name)}={environ[name]}" for name in names if environ.get(name))
+        variables = f"{values} ({launcher.name})"
         address_name = ":".join(launcher.address)
         host, port = _launcher_address(
             environ, launcher, placement, label, num_processes=num_processes
@@ -143,6 +147,7 @@ def process_info(
         num_local=placement.num_local,
         source=launcher.name,
         names=(address_name, label(launcher.count_name(environ)), label(launcher.rank)),
+        variables=variables,
     )
 
 

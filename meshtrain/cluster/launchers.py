@@ -35,6 +35,8 @@ class ProcessInfo:
     num_local: int = 1  # number of processes on this host
     source: str = "flags"  # where this information comes from, for error messages
     names: tuple[str, str, str] = JAX_VARIABLES  # of address, number of processes and rank there
+    # The launcher's variables with their values, "" if the address is given by a flag or to jax.
+    variables: str = ""
 
     @property
     def address(self) -> str:
@@ -358,6 +360,8 @@ def _local_rank(environ: Environ, rank: str, count: str) -> tuple[int, int]:
     """Returns the rank among the processes of this host, and their number; 0 of 1 by default."""
     if not (environ.get(rank) or environ.get(count)):
         return 0, 1
+    if environ.get(rank, "0") != "0" and not environ.get(count):
+        raise ConfigError(f"{rank}={environ[rank]}: {count} is not set; set both")
     num_local = _integer(environ, count, 1)
     if num_local > 1 and not environ.get(rank):
         raise ConfigError(f"{count}={num_local}: {rank} is not set; set both")

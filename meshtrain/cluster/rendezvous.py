@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from meshtrain.cluster.launchers import (
+    ALONE,
     FLAGS,
     JAX_VARIABLES,
     LOCALHOST,
@@ -76,7 +77,7 @@ def _listen(process: ProcessInfo) -> socket.socket:
         return listen(process.host, process.port)
     except OSError as error:
         raise RendezvousError(
-            f"{process.names[0]}={process.address}: process 0 cannot listen there: "
+            f"{_given_address(process)}: process 0 cannot listen there: "
             f"{error.strerror}; "
             f"use a free port{_with_address(process)}, or stop the program that uses it"
         ) from error
@@ -186,12 +187,15 @@ def _serve(
                 logged_at = time.monotonic()
                 missing = _describe_missing(arrived, count)
                 line = f"waiting: {missing}; {process.names[1]}={count} says how many there are"
+                if process.variables:
+                    line = f"waiting: {missing}; {process.variables}; {ALONE}"
                 print(line, file=sys.stderr, flush=True)
     if not faults and len(arrived) < count:
         name = process.names[1]
         missing = _describe_missing(arrived, count)
         faults = [
             f"{missing}; start those too, or set {name} to the number that you start, now {count}"
+            + (f"; {ALONE}" if process.variables else "")
         ]
     for peer in members:
         peer.answer(faults)
@@ -247,6 +251,13 @@ def _describe_missing(arrived: dict[int, dict], count: int) -> str:
     return f"{len(arrived)} of {count} processes arrived, {MISSING} [{', '.join(shown)}]"
 
 
+def _given_address(process: ProcessInfo) -> str:
+    """Returns the address of process 0, and the flag or the variables that give it."""
+    if process.variables:  # the address may be made from several of them
+        return f"{process.variables}: {process.address}"
+    return f"{process.names[0]}={process.address}"
+
+
 def _with_address(process: ProcessInfo) -> str:
     """Returns how to choose the address, for launchers that do not let the user choose it."""
     ours = process.names[0] in (JAX_VARIABLES[0], FLAGS[0])
@@ -274,14 +285,14 @@ def _connect(
             reason = error.strerror or "no answer in time"
         if time.monotonic() >= deadline:
             return [
-                f"{process.names[0]}={process.address}: {MISSING} process 0, not reached within "
+                f"{_given_address(process)}: {MISSING} process 0, not reached within "
                 f"{seconds:.0f} s: {reason}; use its address, and start it on that host"
+                + (f"; {ALONE}" if process.variables else "")
             ]
         if time.monotonic() - logged_at > LOG_EVERY:
             logged_at = time.monotonic()
-            print(
-                f"waiting for process 0 at {process.address}: {reason}", file=sys.stderr, flush=True
-            )
+            line = f"waiting for process 0: {_given_address(process)}: {reason}"
+            print(line, file=sys.stderr, flush=True)
         time.sleep(RETRY)
 
 
@@ -313,7 +324,7 @@ def _parse_answer(line: bytes, signer: Signer | None, process: ProcessInfo) -> l
         if isinstance(faults, list) and all(isinstance(fault, str) for fault in faults):
             return faults
     return [
-        f"{process.names[0]}={process.address}: the program that answers there is not a process of "
+        f"{_given_address(process)}: the program that answers there is not a process of "
         f"this "
         f"run; use a free port{_with_address(process)}"
     ]

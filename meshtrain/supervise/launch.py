@@ -105,13 +105,16 @@ def _place(
         [f"--{name}" for name in CLUSTER],
     )
     if process:
+        if process.variables:
+            rank, count = process.process_id, process.num_processes
+            _warn(f"node {rank} of {count}: {process.variables}; {launchers.ALONE}")
         ranks = (process.address, process.num_processes, process.process_id)
         return process, {**others, **dict(zip(CLUSTER, ranks, strict=True))}
     if nnodes is None and (address or node_rank):
         ignored = f"--coordinator={address}" if address else f"--node_rank={node_rank}"
         raise ConfigError(f"{ignored}: there is only one host; give --nnodes too, or omit it")
     if line := launchers.batch_script_line(os.environ):
-        print(f"launch: {line}", file=sys.stderr)
+        _warn(line)
     return None, others
 
 

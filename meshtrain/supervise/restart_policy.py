@@ -251,6 +251,8 @@ class RestartBudget:
         )
         self._num_without_progress = 0 if progressed else self._num_without_progress + 1
         if outcome.code == EXIT_PREEMPTED:
+            self._num_same = 0
+            self._last_failure = None
             return ""
 
         step = status and status.current_step

@@ -12,6 +12,7 @@ import pytest
 import meshtrain
 from meshtrain import errors
 from meshtrain.cli import app, verbs
+from meshtrain.config import load
 from tests.lib.paths import ROOT
 
 HEAVY = ("jax", "flax", "orbax", "optax", "rich", "tokenizers", "pyarrow")
@@ -109,6 +110,23 @@ def test_help_lists_the_verbs_and_describes_one(capsys):
     assert printed("--version") == f"meshtrain {meshtrain.__version__}\n"
     assert app.command(["help", "trian"]) == 2
     assert "trian: unknown verb" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        ("trian", '(did you mean "train"?)'),
+        ("verifyx", '(did you mean "verify"?)'),
+        ("launhc -- --config=x", '(did you mean "launch"?)'),
+        ("xyz", "schedule, checkpoint"),
+        ("checkpoint verifx x", '(did you mean "verify"?)'),
+        ("convert --dtype=float23 a b", '(did you mean "float32"?)'),
+    ],
+)
+def test_a_misspelt_verb_or_choice_gets_the_nearest_one(arguments, end, capsys):
+    assert app.command(arguments.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "use one of " in line and line.endswith(end)
 
 
 @pytest.mark.parametrize("verb", verbs.NAMES)
@@ -241,3 +259,22 @@ sys.exit(9 if "jax" in sys.modules else code)
         done.stderr
         == "data.path=/nonexistent: no such file or folder; give a file or a folder of data\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_processes", "advice"),
+    [
+        (3, 3, "use a number of processes that divides 4, or set one axis to -1"),
+        (2, 2, "use --simulate_devices=2, or set one axis to -1"),
+        (1, 1, "use --simulate_devices=4, or set one axis to -1"),
+    ],
+)
+def test_the_advice_for_a_mesh_that_does_not_fit_is_of_each_process(
+    num_devices, num_processes, advice
+):
+    config = load.read("quickstart", ["--config.mesh.data=4"], environ={})[0]
+    cfg, faults = app._parse(
+        config, num_devices, flag="--simulate_devices", num_processes=num_processes
+    )
+    assert cfg is None
+    assert faults == [f"mesh.data=4 needs 4 devices and there are {num_devices}; {advice}"]

@@ -193,7 +193,7 @@ JAX_TOO = "not enough to join a run; set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCES
         ("*JAX JAX_COORDINATOR_ADDRESS=head", "JAX_COORDINATOR_ADDRESS=head: use HOST:PORT"),
         ("*JAX JAX_COORDINATOR_ADDRESS=head:99999", "=head:99999: use HOST:PORT, .* to 65535"),
         ("*JAX JAX_COORDINATOR_ADDRESS=a/b:1", "=a/b:1: use a host name or an IP address"),
-        ("*JAX LOCAL_RANK=1", "LOCAL_RANK=1: use a number, below LOCAL_WORLD_SIZE="),
+        ("*JAX LOCAL_RANK=1", "LOCAL_RANK=1: LOCAL_WORLD_SIZE is not set; set both"),
         ("*TORCH WORLD_SIZE=-4", "WORLD_SIZE=-4: use a number of processes"),
         ("*TORCH WORLD_SIZE=0", "WORLD_SIZE=0: use a number of processes"),
         ("*TORCH WORLD_SIZE=99999999999999999999", "WORLD_SIZE=9+: use a number of processes"),
@@ -328,6 +328,26 @@ def test_a_port_in_use_is_reported_at_once():
 def test_an_address_where_nothing_listens_is_reported():
     (faults,) = rendezvous_faults((1, 2))
     assert "missing process 0, not reached within 1 s: Connection refused" in faults[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fault_of_variables_that_may_be_stale_names_them(rank, capfd, monkeypatch):
+    """The address is made from several of them; on one host it is loopback."""
+    monkeypatch.setattr(rendezvous, "LOG_EVERY", 0.1)
+    port = free_port()
+    variables = f"WORLD_SIZE=2 RANK={rank} MASTER_ADDR=old MASTER_PORT={port}"
+    environ = dict(pair.split("=") for pair in variables.split())
+    environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    process = environment.process_info(environ)
+    assert process.address == f"127.0.0.1:{port}"
+    with pytest.raises(ConfigError) as error:
+        rendezvous.wait_for_all(process, seconds=1)
+    (fault,) = error.value.faults
+    waiting = capfd.readouterr().err
+    assert f"{variables} (torchrun)" in waiting
+    assert fault.endswith("to run alone, set JAX_NUM_PROCESSES=1")
+    if rank:
+        assert fault.startswith(f"{variables} (torchrun): 127.0.0.1:{port}: missing process 0, not")
 
 
 def test_an_address_where_another_program_listens_is_reported():

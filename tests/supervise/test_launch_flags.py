@@ -52,6 +52,19 @@ def run(arguments, capsys):
     return code, capsys.readouterr().err
 
 
+def test_the_variables_that_make_a_host_one_of_several_are_named(started, monkeypatch, capsys):
+    """They may be stale: the user has set none of the flags in the messages that follow."""
+    variables = "WORLD_SIZE=2 RANK=1 MASTER_ADDR=old MASTER_PORT=29500"
+    for pair in variables.split():
+        monkeypatch.setenv(*pair.split("="))
+    monkeypatch.setenv("MESHTRAIN_SECRET", "s" * 32)
+    assert run("-- --config=quickstart", capsys) == (
+        0,
+        f"launch: node 1 of 2: {variables} (torchrun); to run alone, set JAX_NUM_PROCESSES=1\n",
+    )
+    assert started[0][0].coordinator == "old:29500"
+
+
 @pytest.mark.parametrize(
     ("variables", "arguments", "fault"),
     [

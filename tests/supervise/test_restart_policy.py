@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from meshtrain.errors import ConfigError
+from meshtrain.errors import EXIT_PREEMPTED, ConfigError
 from meshtrain.supervise import restart_policy
 from meshtrain.supervise.restart_policy import Outcome, RestartBudget, Settings
 from tests.lib.supervised import ended, status
@@ -52,6 +52,16 @@ def test_only_restarts_within_the_window_count():
     assert budget.reason_to_give_up(Outcome(1, status=status(current_step=2)), 2)
     time.sleep(0.35)
     assert not budget.reason_to_give_up(Outcome(1, status=status(current_step=3)), 2)
+
+
+def test_attempts_in_a_row_are_those_without_a_preemption_between_them():
+    budget = RestartBudget(max_restarts=9, window=60.0)
+    crash, preempted = Outcome(1, status=status()), Outcome(EXIT_PREEMPTED, status=status())
+    for _ in range(3):
+        assert budget.reason_to_give_up(crash, 2) == ""
+        assert budget.reason_to_give_up(preempted, 2) == ""
+    assert budget.reason_to_give_up(crash, 2) == ""
+    assert "2 attempts in a row ended this way at step 5" in budget.reason_to_give_up(crash, 2)
 
 
 @pytest.mark.parametrize(

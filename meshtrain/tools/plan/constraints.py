@@ -41,14 +41,20 @@ def mesh_faults(cfg: Config, sizes: Mapping[str, int]) -> list[str]:
     return faults
 
 
-def fixed_faults(cfg: Config, fixed: Mapping[str, Any], num_devices: int) -> list[str]:
-    """Returns why no mesh of the devices has the sizes of axes that are fixed."""
+def fixed_faults(
+    cfg: Config, fixed: Mapping[str, Any], num_devices: int, flags: Mapping[str, str] | None = None
+) -> list[str]:
+    """Returns why no mesh of the devices has the sizes of axes that are fixed.
+
+    `flags` has the flag that fixes each one, for messages; without it, the config does.
+    """
     sizes = {axis: fixed[axis] for axis in AXES if axis in fixed}
     if num_devices % math.prod(sizes.values()) == 0:
         return mesh_faults(cfg, sizes)
     (axis, size), *others = sizes.items()
     use = f"{nearest_divisors(num_devices, size)}, or " if not others else ""
-    given = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    prefixes = {axis: f"{flag}=" for axis, flag in (flags or {}).items()}
+    given = " ".join(f"{prefixes.get(axis, '')}mesh.{axis}={size}" for axis, size in sizes.items())
     return [f"{given}: {num_devices} devices are not divisible by it; use {use}other sizes"]
 
 

@@ -35,7 +35,14 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
         (["--device=h200", "--devices=8", "--memory=2"], "--memory=2: use a part"),
         (["--device=h200", "--devices=8", "--fix=mesh.tensr=2"], "did you mean"),
         (["--device=h200", "--devices=8", "--fix=mesh.tensor=x"], "use a number from 1"),
-        (["--device=h200", "--devices=8", "--fix=mesh.data=3"], "use 2 or 4, or other sizes"),
+        (
+            ["--device=h200", "--devices=8", "--fix=mesh.data=3"],
+            "--fix=mesh.data=3: 8 devices are not divisible by it; use 2 or 4, or other sizes",
+        ),
+        (
+            ["--device=h200", "--devices=8", "--fix=mesh.data=3", "--explain=mesh.fsdp=2"],
+            "--fix=mesh.data=3 --explain=mesh.fsdp=2: 8 devices",
+        ),
         (["--device=h200", "--devices=8", "--fix=train.remat=foll"], "use one of none, dots, full"),
         (["--device=h200", "--devices=8", "--fix=mesh.expert=2"], "the model has no experts"),
         (
