@@ -16,7 +16,7 @@ from meshtrain.cluster import distributed, progress, runtime, signals
 from meshtrain.config.parse import on_devices, parse
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import peek
-from meshtrain.data.source import Source
+from meshtrain.data.source import Batch, Source
 from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import summary
 from meshtrain.monitor.writer import finite
@@ -94,11 +94,14 @@ def _resolve(
     cfg = parse(config)
     if model is not None:
         cfg = cfg.of_own_model()
+    batch = None
+    if data is not None:
+        batch, data = peek(data)
+        cfg = cfg.of_own_data(seq_len=batch.tokens.shape[1] if isinstance(batch, Batch) else None)
     if cfg.mesh.auto:
         # Loaded when it is used: training starts without the planner.
         from meshtrain.tools.plan import auto
 
-        batch, data = peek(data)
         return auto.resolve(cfg, model=model, batch=batch), data
     return on_devices(cfg, jax.device_count()), data
 

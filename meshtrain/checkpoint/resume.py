@@ -8,7 +8,7 @@ from typing import Any
 
 from meshtrain import moved
 from meshtrain.checkpoint.manifest import Manifest
-from meshtrain.config.schema import OWN_MODEL
+from meshtrain.config.schema import OWN_DATA, OWN_MODEL
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 
@@ -24,16 +24,24 @@ def changes(saved: Manifest, config: Mapping[str, Any]) -> dict[str, list]:
     """Returns the keys of the config that differ from those of the checkpoint: key -> [then, now].
 
     A key that a config of another version lacks has its default value. The request to allow changes
-    is none, and so are keys of `model` where the caller passed one.
+    is none, and so are keys of `model` where the caller passed one, and those of `data` where the
+    caller passes or passed data and the other config names it.
     """
     defaults = _flatten(default.get_config().copy_and_resolve_references().to_dict())
     saved_config = moved.new_names(saved.config, is_reported=False)
     then = {**defaults, **_flatten(saved_config)}
     now = {**defaults, **_flatten(config)}
     is_own_model = OWN_MODEL in (then.get("model.build"), now.get("model.build"))
+    was_own_data = then.get("data.build") == OWN_DATA
+    is_own_data = now.get("data.build") == OWN_DATA
     differing = {}
     for key in {**then, **now}:
         if is_own_model and key.startswith("model."):
+            continue
+        # Earlier versions recorded what the config named, although it was not read.
+        if is_own_data and not was_own_data and key.startswith("data."):
+            continue
+        if was_own_data and not is_own_data and key.startswith("data.") and key != "data.build":
             continue
         if key != ALLOW and then.get(key) != now.get(key):
             differing[key] = [then.get(key), now.get(key)]

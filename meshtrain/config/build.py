@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from meshtrain.config import checks
 from meshtrain.config.bind import bind
 from meshtrain.config.rounding import to_12_digits
-from meshtrain.config.schema import BuildConfig, Config, OptimConfig
+from meshtrain.config.schema import OWN_DATA, BuildConfig, Config, OptimConfig
 from meshtrain.errors import ConfigError, did_you_mean
 
 # What the function of each section returns; by name, because this module imports no jax.
@@ -147,6 +147,12 @@ def build_data(section: BuildConfig, split: str) -> Any:
 
     A function of the user may return None for "heldout": there is no such data.
     """
+    if section.build == OWN_DATA:
+        raise ConfigError(
+            f"data.build={OWN_DATA}: the data of this run was passed in Python; pass it to train, "
+            f"or name other data, as --config.data.build={BUILDERS['data'][0]} "
+            f"--config.data.path=PATH"
+        )
     # per_process is about an iterable of the caller, not a key of the builder.
     options = {key: value for key, value in section.options.items() if key != "per_process"}
     make, faults = _bind_builder("data", BuildConfig(section.build, options), given=["split"])

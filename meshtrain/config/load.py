@@ -26,7 +26,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from meshtrain import configs, foreign, moved
-from meshtrain.config.schema import OWN_MODEL
+from meshtrain.config.schema import OWN_DATA, OWN_MODEL
 from meshtrain.config.suggest import did_you_mean_flag, did_you_mean_key
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError, did_you_mean
@@ -254,6 +254,10 @@ def _with_added_keys(raw: dict[str, Any]) -> dict[str, Any]:
         if isinstance(raw.get(name), dict):
             added = {key: defaults[name][key] for key in keys}
             raw[name] = {**added, **raw[name]}
+    # Of data that was passed in Python, so that the command line can name other data.
+    data = raw.get("data")
+    if isinstance(data, dict) and data.get("build") == OWN_DATA:
+        raw["data"] = {**defaults["data"], **data}
     model = raw.get("model")
     # The keys of the built-in model; those of another one are its own.
     if isinstance(model, dict) and model.get("build") == defaults["model"]["build"]:
@@ -298,12 +302,12 @@ def _value(config: ConfigDict, key: str) -> Any:
 
 def _reject_foreign_code(file: Path, raw: dict[str, Any]) -> None:
     """Raises ConfigError if a config that is data names a function outside this package."""
+    own = ("meshtrain.", OWN_MODEL, OWN_DATA)
     faults = [
         f"{file}: {name}.build={section['build']}: is code outside meshtrain, which a {file.name} "
         "may not run; if you trust it, add --trust_code"
         for name, section in raw.items()
-        if isinstance(section, dict)
-        and not str(section.get("build", "meshtrain.")).startswith(("meshtrain.", OWN_MODEL))
+        if isinstance(section, dict) and not str(section.get("build", "meshtrain.")).startswith(own)
     ]
     if faults:
         raise ConfigError(*faults)

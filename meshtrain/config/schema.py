@@ -396,6 +396,7 @@ class HardwareConfig:
 
 
 OWN_MODEL = "train(model=...)"  # model.build of a run whose model is passed in Python
+OWN_DATA = "train(data=...)"  # data.build, if its data is
 
 
 @dataclass(frozen=True)
@@ -452,6 +453,21 @@ class Config:
         if not self.model.build.startswith("meshtrain."):
             return self
         return replace(self, model=BuildConfig(OWN_MODEL, MappingProxyType({})))
+
+    def of_own_data(self, *, seq_len: int | None = None) -> "Config":
+        """Returns the config of a run whose data is passed to `train`, not built.
+
+        Its section `data` has what the run uses of it, and the length of the sequences in the data,
+        if that has any.
+        """
+        if not self.data.build.startswith("meshtrain."):
+            return self
+        options = {
+            name: value for name, value in self.data.options.items() if name == "per_process"
+        }
+        if seq_len is not None:
+            options["seq_len"] = seq_len
+        return replace(self, data=BuildConfig(OWN_DATA, MappingProxyType(options)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sections as a config file has them: mesh sizes resolved, paths absolute."""

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 import meshtrain
-from meshtrain.checkpoint import manifest
+from meshtrain.checkpoint import manifest, resume
+from meshtrain.cli import app
 from meshtrain.config.build import with_steps
 from meshtrain.config.parse import parse
+from meshtrain.configs import default
 from meshtrain.data import loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.train import train
-from tests.lib.configs import tiny_config
+from tests.lib.configs import quick, tiny_config
 from tests.lib.epochs import batches, linear, logged, rows, settings
 from tests.lib.paths import ROOT
 from tests.lib.processes import free_port
@@ -74,6 +76,48 @@ def test_epochs_resume_and_continue_to_more(tmp_path):
     np.testing.assert_array_equal(second.state.params["w"], expected.state.params["w"])
     record = meshtrain.load_config(str(tmp_path / "config.json")).train
     assert (record.steps, record.epochs) == (6, 0.0)
+
+
+def test_a_run_with_data_of_ones_own_records_no_other_data(tmp_path, capsys):
+    """The config's data was not read: other verbs say so, and may name other data."""
+    c = quick(steps=1)
+    c.update(data=dict(path="elsewhere", build="meshtrain.data.tokens:build"))
+    draw = np.random.default_rng(0)
+
+    def token_batches(seq_len):
+        tokens = draw.integers(0, 64, (16, seq_len), np.int32)
+        return [meshtrain.Batch(tokens, tokens, np.ones(tokens.shape, np.float32))] * 2
+
+    workdir = tmp_path / "run"
+    train(c, workdir=workdir, data=token_batches(8))
+    recorded = json.loads((workdir / "config.json").read_text())
+    assert recorded["data"] == {"build": "train(data=...)", "per_process": False, "seq_len": 8}
+    saved = manifest.read(workdir / "checkpoints" / "1")
+    assert saved.config["data"] == recorded["data"]
+
+    # With other lengths it resumes, and says so; the data of the config is another run's.
+    c.train.steps = 2
+    assert train(c, workdir=workdir, data=token_batches(16)).step == 2
+    assert "changed     data.seq_len: 8 -> 16" in capsys.readouterr().out
+    c.update(train=dict(steps=3), data=dict(build="meshtrain.data.synthetic:build", path=""))
+    with pytest.raises(ConfigError, match=r"^data.build=.* with .train\(data=.*allow_change"):
+        train(c, workdir=workdir)
+
+    # Other verbs need data with a name.
+    evaluate = ["evaluate", f"--workdir={workdir}", "--split=all"]
+    assert app.command(evaluate) == 2
+    assert "the data of this run was passed in Python" in capsys.readouterr().err
+    named = ["build=meshtrain.data.tokens:build", f"path={tmp_path / 'text.txt'}", "dtype=uint8"]
+    (tmp_path / "text.txt").write_bytes(bytes(range(64)) * 9)
+    flags = [f"--config.data.{setting}" for setting in (*named, "vocab_size=64")]
+    assert app.command([*evaluate, *flags]) == 0, capsys.readouterr().err
+    assert "nats per token" in capsys.readouterr().out
+
+    # A workdir of an earlier version recorded the data of the config.
+    saved.config["data"] = default.get_config().data.to_dict()
+    own = parse(c, num_devices=8).of_own_data(seq_len=16).to_dict()
+    found = resume.check(saved, own, {}, source=workdir / "checkpoints" / "1")
+    assert not [key for key in found if key.startswith("data.")]
 
 
 @pytest.mark.parametrize(("then", "now"), [(8, 16), (16, 8)])

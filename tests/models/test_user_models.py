@@ -114,7 +114,7 @@ def test_a_run_with_a_model_of_ones_own_records_no_other_model(tmp_path, capsys)
     # A workdir of an earlier version, which recorded the built-in transformer.
     directory, saved = find.find_valid(tmp_path, log=print)
     saved.config["model"] = default.get_config().model.to_dict()
-    own = parse(c, num_devices=8).of_own_model().to_dict()
+    own = parse(c, num_devices=8).of_own_model().of_own_data().to_dict()
     found = resume.check(saved, own, {}, source=directory)
     assert not [key for key in found if key.startswith("model.")]
 

@@ -85,6 +85,8 @@ def profile(
     """
     with distributed.raise_on_all_processes():
         cfg = auto.resolve(parse(config), model=model)
+        if data is not None:
+            cfg = cfg.of_own_data()
         parts = build(cfg, model=model, data=data)
         program = assemble(cfg, parts)
         capacity.check_fits(cfg, parts.model, program.abstract_state)
