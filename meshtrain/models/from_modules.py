@@ -2,7 +2,9 @@
 
 import contextlib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -113,17 +115,13 @@ def from_linen(
     # A NamedTuple, such as a meshtrain.Batch, is one input.
     has_fields = hasattr(example, "_fields")
     inputs = example if isinstance(example, tuple) and not has_fields else (example,)
-    try:
-        init, axes, linears = _linen_init(module, *inputs)
-    except Exception as error:
-        # Few modules have a batch as their input. If one has, the error is its own.
-        if isinstance(error, ConfigError) or not (isinstance(example, Mapping) or has_fields):
-            raise
-        way_out = f"batch.{example._fields[0]}" if has_fields else f"batch[{next(iter(example))!r}]"
-        raise ConfigError(
-            f"from_linen: example={type(example).__name__}: {type(module).__name__} fails with a "
-            f"batch as its input; pass one like what the loss passes to apply, such as {way_out}"
-        ) from error
+    way_out = "pass inputs like those that the loss passes to apply"
+    if has_fields or (isinstance(example, Mapping) and example):
+        first = f"batch.{example._fields[0]}" if has_fields else f"batch[{next(iter(example))!r}]"
+        way_out += f", such as {first}"
+    init, axes, linears = _linen_init(
+        module, *inputs, origin="from_linen: example", way_out=way_out
+    )
 
     def run(params, batch, key):
         own, adapters = lora_layer.take(params)
@@ -163,12 +161,12 @@ TEXTS_AND_OBJECTS = ("U", "S", "O")  # kinds of numpy's dtypes
 
 
 def _linen_init(
-    module: linen.Module, *example: Any
+    module: linen.Module, *example: Any, origin: str, way_out: str
 ) -> tuple[Callable[[jax.Array], base.Params], base.Axes, dict[str, int]]:
     """Returns init, axes and `Model.linears` of a Linen module for inputs of these shapes.
 
-    The inputs are pytrees of arrays. Raises ConfigError if the module has other variables than
-    parameters, such as BatchNorm's.
+    The inputs are pytrees of arrays. Raises ConfigError if the module cannot be called with them,
+    from `origin` and with a `way_out`, or has other variables than parameters, such as BatchNorm's.
     """
 
     def variables(key):
@@ -178,8 +176,17 @@ def _linen_init(
             return module.init({"params": key, "dropout": key}, *zeros)
 
     called: dict[str, tuple[int, int]] = {}
-    with lora_layer.finding_linen_layers(called):
-        boxed = jax.eval_shape(variables, jax.random.key(0))
+    try:
+        with lora_layer.finding_linen_layers(called):
+            boxed = jax.eval_shape(variables, jax.random.key(0))
+    except ConfigError:
+        raise
+    except Exception as error:
+        kinds = ", ".join(str(_kinds(one)) for one in example)
+        raise ConfigError(
+            f"{origin}: {type(module).__name__} cannot be called with {kinds}: "
+            f"{_first_line(error)}; {way_out}"
+        ) from error
     for collection in boxed.keys() - {"params"}:
         raise ConfigError(
             f"model state {collection!r}: meshtrain trains parameters only; use a layer without "
@@ -214,6 +221,19 @@ def _unboxed(variables: Any) -> Any:
 
 def _without_dropout(run: Callable, args: tuple, options: dict, context: Any) -> Any:
     return args[0] if isinstance(context.module, linen.Dropout) else run(*args, **options)
+
+
+def _first_line(error: Exception) -> str:
+    """Returns kind and first line of an error of a user's module, and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    first_line = str(error).partition("\n")[0].partition(" (http")[0]
+    return f"{type(error).__name__}: {first_line}{place}"
+
+
+def _is_library(file: str) -> bool:
+    return "site-packages" in file or Path(file).is_relative_to(Path(__file__).parents[1])
 
 
 def _kinds(x: Any) -> Any:
@@ -265,7 +285,12 @@ def _functional_of_linen(part: linen.Module, inputs: tuple) -> Functional:
             f"from_blocks: {type(part).__name__} is a Linen module, whose parameters have the "
             "shapes of its first call; pass example=BATCH"
         )
-    init, axes, linears = _linen_init(part, *inputs)
+    init, axes, linears = _linen_init(
+        part,
+        *inputs,
+        origin="from_blocks",
+        way_out="example must be a batch as the data yields it",
+    )
 
     def bind(params: base.Params) -> Callable:
         params, adapters = lora_layer.take(params)

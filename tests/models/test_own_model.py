@@ -74,6 +74,12 @@ class LinenBlock(linen.Module):
         return x + meshtrain.dropout(branch, batch, rate=0.25, site=0)
 
 
+class LinenFaulty(linen.Module):
+    @linen.compact
+    def __call__(self, x, batch):
+        return linen.Dense(8)(batch["image"])
+
+
 class LinenHead(linen.Module):
     @linen.compact
     def __call__(self, x, batch):
@@ -250,11 +256,24 @@ def test_masks_differ_between_layers():
         ),
         (
             lambda: linen_model(example=EXAMPLE_BATCH),
-            r"^from_linen: example=dict: Dense fails .*, such as batch\['x'\]",
+            r"^from_linen: example: Dense cannot be called with {.*}: .*, such as batch\['x'\]",
         ),
         (
             lambda: linen_model(example=meshtrain.Batch(*[np.zeros((2, 8))] * 3)),
-            "^from_linen: example=Batch: Dense fails .*, such as batch.tokens",
+            r"^from_linen: example: Dense cannot be called with Batch\(.*, such as batch.tokens",
+        ),
+        (
+            lambda: linen_model(module=linen.Embed(8, 8)),
+            r"^from_linen: example: Embed cannot be called with float\d+\[2, 8\]: ValueError: "
+            r"Input type must be an integer.*; pass inputs like those",
+        ),
+        (
+            lambda: linen_model(module=LinenBlock()),
+            r"LinenBlock cannot be called with float\d+\[2, 8\]: TypeError: .*__call__",
+        ),
+        (
+            lambda: stack("linen", block=LinenFaulty()),
+            r"^from_blocks: LinenFaulty cannot .*KeyError: 'image' \(test_own_model.py:\d+\); exam",
         ),
         (lambda: linen_model(example="x"), "^from_linen: example=str: pass an array like the inp"),
         (lambda: linen_model(example=None), "^from_linen: example=NoneType: pass an array like"),
