@@ -257,7 +257,7 @@ def pictures() -> dict[str, str]:
         "zero.svg": picture("What ZeRO shards", 480, 424, *zero()),
         "context.svg": picture("Chunks of a sequence on devices", 740, 330, *context()),
         "experts.svg": picture("Tokens and experts", 700, 320, *experts()),
-        "code.svg": picture("The folders of the package", 840, 550, *code()),
+        "code.svg": picture("The folders of the package", 840, 630, *code()),
         "sync.svg": picture("A hierarchical sum of gradients", 720, 290, *sync()),
         "pipeline.svg": schedule_drawing.svg("1f1b", table),
     }
