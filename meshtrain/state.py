@@ -189,19 +189,22 @@ def check_axes(axes: Axes, params: Params, mesh: jax.sharding.Mesh) -> None:
 def evaluation_params(state: TrainState) -> Params:
     """Returns the parameters to evaluate and to use, sharded like those of the state.
 
-    They are the state's own, unless its optimizer is schedule-free: then they are its averages.
+    They are the state's own, unless its optimizer is schedule-free: then they are its averages. An
+    optimizer may have several such states, each of some of the parameters (`optax.partition`).
     """
 
     def is_schedule_free(node):
         return isinstance(node, contrib.ScheduleFreeState)
 
+    params = state.params
     nodes = jax.tree.leaves(state.opt_state, is_leaf=is_schedule_free)
-    for node in nodes:
-        if is_schedule_free(node):
-            # Frozen parameters have no averages.
-            y = trees.intersect(state.params, node.z)
-            return trees.merge(state.params, averages(y, node.z, node.b1))
-    return state.params
+    for node in filter(is_schedule_free, nodes):
+        # Frozen parameters have no averages. Those of other states have a placeholder here.
+        own = {trees.name_of(path) for path, _ in jax.tree.leaves_with_path(node.z)}
+        z = trees.matching(node.z, own.__contains__)
+        y = trees.intersect(params, z)
+        params = trees.merge(params, averages(y, z, node.b1))
+    return params
 
 
 def averages(y: Params, z: Params, b1: jax.Array) -> Params:

@@ -261,32 +261,34 @@ def read_replicated(
 
 def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params, agree: Agree) -> Params:
     """Returns the parameters to use: those of the state, or their averages (`state.averages`)."""
-    # A schedule-free optimizer keeps `z`, `b1` and `weight_sum` side by side.
-    prefixes = [path.removesuffix("/b1") for path in saved if path.endswith("/b1")]
-    prefixes = [prefix for prefix in prefixes if f"{prefix}/weight_sum" in saved]
-    prefix = prefixes[0] if prefixes else ""
     wide = jax.tree.map(
         lambda leaf: leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32)), wanted
     )
-    z = trees.matching(wide, lambda path: f"{prefix}/z/{path}" in saved)  # trained parameters
-    if not z:
+    replicated = NamedSharding(jax.tree.leaves(wanted)[0].sharding.mesh, PartitionSpec())
+    # A schedule-free optimizer keeps `z`, `b1` and `weight_sum` side by side. There may be several,
+    # each of some of the parameters.
+    optimizer_states: dict[str, Any] = {}  # by path: what to read
+    for path, kind in saved.items():
+        prefix = path.removesuffix("/b1")
+        if prefix == path or f"{prefix}/weight_sum" not in saved:
+            continue
+        z = trees.matching(wide, lambda name, prefix=prefix: f"{prefix}/z/{name}" in saved)
+        if z:  # of parameters that are wanted
+            b1 = jax.ShapeDtypeStruct((), _dtype(kind), sharding=replicated)
+            optimizer_states[prefix] = {"z": z, "b1": b1}
+    if not optimizer_states:
         return _read(directory, saved, {"params": wanted}, agree)["params"]
-    mesh = jax.tree.leaves(wanted)[0].sharding.mesh
-    b1 = jax.ShapeDtypeStruct(
-        (),
-        _dtype(saved[f"{prefix}/b1"]),
-        sharding=NamedSharding(mesh, PartitionSpec()),
-    )
-    optimizer_state: Any = {"z": z, "b1": b1}
-    for name in reversed(prefix.split("/")):
-        optimizer_state = {name: optimizer_state}
-    read = _read(directory, saved, {"params": wide, **optimizer_state}, agree)
-    y = read["params"]
-    optimizer_state = read
-    for name in prefix.split("/"):
-        optimizer_state = optimizer_state[name]
-    x = averages(trees.intersect(y, z), optimizer_state["z"], optimizer_state["b1"])
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), trees.merge(y, x), wanted)
+    arrays: Any = {"params": wide}
+    for prefix, optimizer_state in optimizer_states.items():
+        arrays = trees.merge(arrays, trees.nested(prefix, optimizer_state))
+    read = _read(directory, saved, arrays, agree)
+    params = read["params"]
+    for prefix in optimizer_states:
+        optimizer_state = trees.leaf(read, prefix)
+        z = optimizer_state["z"]
+        x = averages(trees.intersect(params, z), z, optimizer_state["b1"])
+        params = trees.merge(params, x)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, wanted)
 
 
 # ---- both ----

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ HIDDEN = re.compile(
     r"|Additional GRPC error information from remote target coordination_service"
     r"|:UNKNOWN:Error received from peer"
 )
+# Threads of a process print [Gloo] lines at the same time, piece by piece. A line that holds the
+# pieces of two is followed by a line with the rest: some of these words, a number, or nothing.
+REST_OF_GLOO = re.compile(r"\d*$|.*(is connected to|peer ranks)")
 
 
 class Supervisor:
@@ -48,6 +52,8 @@ class Supervisor:
         self._node_0 = launchers.LOOPBACK  # as the processes of all hosts reach it
         self._server: nodes.Server | None = None  # on node 0, if there are several hosts
         self._failed_at: float | None = None  # None again after the next step
+        # By rank: lines to come with the rest of [Gloo] lines that were mixed.
+        self._gloo_rests: Counter[int] = Counter()
 
     def run(
         self,
@@ -321,7 +327,12 @@ class Supervisor:
             self._signals.append(number)
 
     def _show(self, rank: int, line: str) -> None:
-        if not HIDDEN.match(line):
+        is_rest = self._gloo_rests[rank] > 0 and REST_OF_GLOO.match(line)
+        if is_rest or HIDDEN.match(line):
+            # Each [Gloo] ends one line.
+            num_rests = self._gloo_rests[rank] + line.count("[Gloo]") - 1
+            self._gloo_rests[rank] = max(num_rests, 0)
+        else:
             self._print(f"[{rank}] {line}")
 
     def _log(self, line: str, *, error: bool = False) -> None:

@@ -220,6 +220,49 @@ def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), restored, x)
 
 
+def two_averages(learning_rate):
+    """Returns two schedule-free optimizers, each of a part of the parameters, and plain SGD."""
+
+    labels = {"layers": dict.fromkeys(SMALL["layers"], "slow"), "tokens": "fast"}
+    labels["layers"]["bias"] = "others"
+    optimizers = {
+        "slow": contrib.schedule_free(optax.sgd(learning_rate), learning_rate, b1=0.9),
+        "fast": contrib.schedule_free(optax.sgd(learning_rate), learning_rate, b1=0.5),
+        "others": optax.sgd(learning_rate),
+    }
+    return optax.partition(optimizers, labels)
+
+
+def test_the_averages_of_each_part_of_the_parameters_are_evaluated_and_restored(tmp_path):
+    c = config_of("lion", fsdp=2, data=4)
+    c.train.dtype = c.train.param_dtype = "float32"
+    c.optim.update(learning_rate=0.5, schedule="constant")
+    with c.unlocked():
+        c.optim.build = f"{__name__}:two_averages"
+        for key in KEYS:
+            del c.optim[key]
+    batches = [np.random.default_rng(n).integers(0, SIZES["vocab"], 16) for n in range(3)]
+    data = {"model": small_model(), "data": batches, "eval_data": batches[:1]}
+    result = train(c, workdir=tmp_path, **data)
+    y, opt_state = jax.device_get((result.state.params, result.state.opt_state))
+    z = {name: opt_state.inner_states[name].inner_state.z for name in ("slow", "fast")}
+
+    def x_of(y, z, b1):
+        return (y - (1 - b1) * z) / b1
+
+    x = {"layers": {"bias": y["layers"]["bias"]}}
+    for name in y["layers"].keys() - {"bias"}:
+        x["layers"][name] = x_of(y["layers"][name], z["slow"]["layers"][name], 0.9)
+    x["tokens"] = x_of(y["tokens"], z["fast"]["tokens"], 0.5)
+    compute = jax.jit(lambda params: small_model().loss(params, batches[0], None).mean()["loss"])
+    assert result.eval_loss == pytest.approx(float(compute(x)), rel=1e-5)
+    for part in ("layers", "tokens"):  # each makes a difference
+        assert result.eval_loss != pytest.approx(float(compute({**x, part: y[part]})), rel=1e-4)
+    directory, saved = find.find_valid(tmp_path, log=print)
+    restored, *_ = arrays.restore_params(directory, saved.arrays, result.state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), restored, x)
+
+
 def prodigy(learning_rate):
     return contrib.prodigy(learning_rate)
 

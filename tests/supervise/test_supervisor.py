@@ -96,6 +96,29 @@ def test_output_is_prefixed_with_the_rank_and_logged(supervise, tmp_path):
     assert "[Gloo] noise\nhello\nno end" in (tmp_path / "rank-1.log").read_text()
 
 
+def test_lines_of_gloo_that_threads_have_mixed_are_not_shown(supervise):
+    """The rest of the second line follows, or only its line break. Seen with jaxlib 0.10.2."""
+    words = "is connected to 3 peer ranks. Expected number of connected peer ranks is : "
+    mixed = [
+        "before",
+        "",
+        f"[Gloo] Rank [Gloo] Rank 0 {words}1",
+        f"0 {words}3",
+        "between",
+        f"[Gloo] Rank 1[Gloo] Rank 3 {words}33",
+        "",
+        "",
+        f"[Gloo] Rank 2 {words}[Gloo] Rank 0 {words}3",
+        "3",
+        "4",
+        "after",
+    ]
+    code, output = supervise(f"print(*{mixed!r}, sep='\\n')", nproc=1)
+    shown = [line for line in output.splitlines() if line.startswith("[0]")]
+    kept = ["before", "", "between", "", "4", "after"]
+    assert code == 0 and shown == [f"[0] {line}" for line in kept]
+
+
 def test_lines_that_only_say_that_another_process_has_ended_are_logged_and_not_shown(
     supervise, tmp_path
 ):
