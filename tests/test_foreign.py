@@ -9,10 +9,17 @@ import pytest
 from meshtrain import console, foreign, object_store
 from meshtrain.__main__ import main
 from meshtrain.checkpoint import manifest
+from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.cli import app
-from meshtrain.data import tokenizer
-from meshtrain.errors import disk_fault, memory_fault
-from meshtrain.inference import generate
+from meshtrain.config import load
+from meshtrain.data import chat_template, prepared, tokenizer
+from meshtrain.data.corpus import load_corpus
+from meshtrain.data.prepare import inputs, shards
+from meshtrain.errors import ConfigError, disk_fault, memory_fault
+from meshtrain.huggingface import config_json, convert, files
+from meshtrain.inference import chat, generate
+from meshtrain.tools.plan import machine
+from meshtrain.tools.report import read as report
 
 # Contents that no file of JSON may have, and what is said about them.
 NOT_JSON = {
@@ -160,3 +167,100 @@ def test_long_messages_are_searched_in_linear_time():
     object_store.request_error("http_response_code=" + " " * size + "x", object_store.root())
     with pytest.raises(ValueError, match="Requested"), manifest.reading_chunks(object_store.root()):
         raise ValueError("Requested byte range " * (size // 20))
+
+
+# ---- every reader, every hostile file ----
+
+
+def manifest_of(folder):
+    (folder / "5").mkdir()
+    (folder / manifest.NAME).rename(folder / "5" / manifest.NAME)
+    return manifest.read(folder / "5")
+
+
+def report_of(folder):
+    run = report.Run(folder)
+    run.update()
+    return run.notes()
+
+
+# Name of the file -> what reads it, from the folder.
+READERS = {
+    "run.json": lambda folder: load.load_config(str(folder / "run.json")),
+    "config.yaml": lambda folder: load.load_config(str(folder / "config.yaml")),
+    "config.json": lambda folder: config_json.read(folder / "config.json"),
+    "model.safetensors": files.tensors,
+    "model.safetensors.index.json": files.tensors,
+    "huggingface_dtypes.json": convert.original_dtypes,
+    "manifest.json": prepared.read_manifest,
+    "progress.jsonl": lambda folder: shards.Journal(folder, {}).close(),
+    "tokenizer.json": tokenizer.load,
+    "tokenizer.model": tokenizer.load,
+    "tokenizer_config.json": chat_template.load,
+    "chat_template.jinja": chat_template.load,
+    "generation_config.json": lambda folder: chat._listed_end_tokens(
+        folder / "generation_config.json"
+    ),
+    "MANIFEST.json": manifest_of,
+    "metrics.jsonl": report_of,
+    "events.jsonl": report_of,
+    "measured/metrics.jsonl": lambda folder: machine.measured_factor(folder / "measured"),
+    "a.npy": lambda folder: load_corpus(
+        str(folder / "a.npy"), dtype="", vocab_size=256, pattern="*", exclude=()
+    ),
+    "a.jsonl": lambda folder: prepare("a.jsonl", folder),
+    "a.parquet": lambda folder: prepare("a.parquet", folder),
+    "a.txt.gz": lambda folder: prepare("a.txt.gz", folder),
+}
+# What these may be read as: a template without Jinja, lines that are left out, no end tokens.
+ACCEPT = ("chat_template.jinja", "generation_config.json", "metrics.jsonl", "events.jsonl")
+
+
+def prepare(name, folder):
+    options = inputs.ReadOptions("text", "", "")
+    paths, _ = inputs.find_files([str(folder / name)], "", folder / "out")
+    for record in inputs.read_records(paths, options, len):
+        try:
+            inputs.text_of(record, options)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def make_sparse(path):
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+PLACES = {
+    "a pipe": make_pipe,
+    "a folder": lambda path: path.mkdir(),
+    "a terabyte of zeros": make_sparse,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+PLACES |= {
+    case: lambda path, content=content: path.write_bytes(content)
+    for case, (content, _) in NOT_JSON.items()
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+@pytest.mark.parametrize("name", READERS)
+def test_every_reader_says_in_a_line_what_is_wrong(tmp_path, name, case):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    PLACES[case](path)
+    try:
+        READERS[name](tmp_path)
+    except (ConfigError, CorruptCheckpoint) as error:
+        text = str(error)
+        line = console.line_of(text)
+        assert path.name in text or str(tmp_path) in text
+        assert len(text) < 1000 and line.isprintable()
+    else:
+        # An empty file of documents has none, and an empty journal is a new one.
+        assert name in ACCEPT or case == "empty"

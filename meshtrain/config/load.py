@@ -396,6 +396,7 @@ def _keys(section: Mapping, prefix: str = "") -> list[str]:
     return keys
 
 
+MAX_YAML_BYTES = 1 << 20  # the parser takes a second for it
 VARIABLE_PREFIX = "MESHTRAIN__"
 LITERALS = {"null": "None", "~": "None", "true": "True", "false": "False"}  # of entries of lists
 FLAG = "--config."
@@ -428,7 +429,7 @@ def overlay_of_yaml(file: Path) -> Overlay:
     Raises ConfigError if it cannot be read, or says something twice.
     """
     try:
-        text = foreign.read_utf8(file)
+        text = foreign.read_utf8(file, max_bytes=MAX_YAML_BYTES)
         root = yaml.compose(text, Loader=yaml.BaseLoader)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has an alias (*name); write the values out")
@@ -515,5 +516,5 @@ def _literal(text: str) -> str:
     try:
         ast.literal_eval(text := LITERALS.get(text.lower(), text))
         return text
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return repr(text)

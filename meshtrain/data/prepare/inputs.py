@@ -29,6 +29,7 @@ MAX_SHOWN = 5  # lines about files of the same kind
 # a bomb. Text is compressed to a tenth.
 MAX_DOCUMENT_BYTES = 16 << 20
 MAX_RATIO = 32
+MAX_LINE_BYTES = 256 << 20  # of JSON lines: a file with holes has a large size of its own
 
 
 class Position(NamedTuple):
@@ -309,7 +310,7 @@ def _read_lines(path: Path, begin: Position) -> Iterator[Record]:
     with _open_at(path, begin.offset) as (file, bytes_read):
         offset = file.tell()
         number = begin.number
-        limit = _max_document_bytes(path)
+        limit = min(_max_document_bytes(path), MAX_LINE_BYTES)
         while line := file.readline(limit + 1):
             offset += len(line)
             number += 1

@@ -21,6 +21,7 @@ from meshtrain.data.prepare.inputs import Position
 from meshtrain.errors import ConfigError
 
 FIRST_LINE = b'{"settings": {'  # of a journal
+MAX_BYTES = 256 << 20  # of a journal
 MAX_FAULTS = 20  # messages stored per shard, and in the manifest; further faults are only counted
 
 
@@ -104,7 +105,9 @@ class Journal:
     def _read_complete_lines(self) -> list[dict[str, Any]]:
         """Returns the lines; removes an incomplete last line from the file."""
         self._file.seek(0)
-        text = self._file.read()
+        text = self._file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise self._damaged(ValueError(f"larger than {MAX_BYTES:,} bytes"))
         complete = text[: text.rfind(b"\n") + 1]
         self._file.truncate(len(complete))
         try:
@@ -142,8 +145,8 @@ def _is_own(journal: Path) -> bool:
     """Returns whether `meshtrain prepare` wrote a journal; it may end within its first line."""
     if not journal.is_file():
         return False
-    with open(journal, "rb") as file:
-        line = file.readline()
+    with foreign.open_file(journal) as file:
+        line = file.readline(foreign.MAX_JSON_BYTES)
     is_incomplete = not line.endswith(b"\n") and line.startswith(FIRST_LINE[: len(line)])
     return is_incomplete or prepared.is_prepared(journal.parent)
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import operator
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ OF_THE_RUN = {
     "peak_memory",
     "eval_loss",
 }
-MAX_LINE_BYTES = 16 << 20  # of a table; a longer line cannot be read
+MAX_LINE_BYTES = 16 << 20  # of a table; a longer line, and what follows it, is left out
 
 
 class Table:
@@ -63,14 +64,15 @@ class Table:
             size = 0
             self.is_truncated = False
             while line := file.readline(MAX_LINE_BYTES):
-                length = len(line)
-                while not line.endswith(b"\n") and (rest := file.readline(MAX_LINE_BYTES)):
-                    length += len(rest)
-                    line = b"\n" if rest.endswith(b"\n") else b""  # too long: as an empty one
+                if len(line) == MAX_LINE_BYTES:
+                    # Not searched for its end, which may be terabytes away.
+                    self.num_corrupt += 1
+                    self._offset = file.seek(0, os.SEEK_END)
+                    break
                 if not line.endswith(b"\n"):
                     self.is_truncated = True
                     break
-                self._offset += length
+                self._offset += len(line)
                 lines.append(line)
                 size += len(line)
                 if len(lines) == LINES_AT_ONCE or size > MAX_LINE_BYTES:
