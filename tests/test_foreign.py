@@ -8,7 +8,7 @@ import pytest
 
 from meshtrain import console, foreign, object_store
 from meshtrain.__main__ import main
-from meshtrain.checkpoint import manifest
+from meshtrain.checkpoint import manifest, run_tokenizer
 from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.cli import app
 from meshtrain.config import load
@@ -17,7 +17,7 @@ from meshtrain.data.corpus import load_corpus
 from meshtrain.data.prepare import inputs, shards
 from meshtrain.errors import ConfigError, disk_fault, memory_fault
 from meshtrain.huggingface import config_json, convert, files
-from meshtrain.inference import chat, generate
+from meshtrain.inference import generate
 from meshtrain.tools.plan import machine
 from meshtrain.tools.report import read as report
 
@@ -198,9 +198,7 @@ READERS = {
     "tokenizer.model": tokenizer.load,
     "tokenizer_config.json": chat_template.load,
     "chat_template.jinja": chat_template.load,
-    "generation_config.json": lambda folder: chat._listed_end_tokens(
-        folder / "generation_config.json"
-    ),
+    "generation_config.json": lambda folder: run_tokenizer.listed_end_tokens([folder]),
     "MANIFEST.json": manifest_of,
     "metrics.jsonl": report_of,
     "events.jsonl": report_of,
