@@ -327,7 +327,7 @@ def test_a_mistake_in_a_config_file_is_one_line_with_its_place(tmp_path, text, f
 
 def test_something_else_in_place_of_a_model_is_reported_with_what_to_do(tiny):
     with pytest.raises(
-        meshtrain.ConfigError, match="model=function: make a Model of it with meshtrain.from_nnx"
+        meshtrain.ConfigError, match="model=<lambda>: make a Model of it with meshtrain.from_nnx"
     ):
         train(tiny, model=lambda rngs: None)
 
