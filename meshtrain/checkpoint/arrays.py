@@ -294,7 +294,6 @@ def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params, agre
     wide = jax.tree.map(
         lambda leaf: leaf.update(dtype=jnp.promote_types(leaf.dtype, jnp.float32)), wanted
     )
-    replicated = NamedSharding(jax.tree.leaves(wanted)[0].sharding.mesh, PartitionSpec())
     # A schedule-free optimizer keeps `z`, `b1` and `weight_sum` side by side. There may be several,
     # each of some of the parameters.
     optimizer_states: dict[str, Any] = {}  # by path: what to read
@@ -304,6 +303,8 @@ def _read_params(directory: Path, saved: Mapping[str, str], wanted: Params, agre
             continue
         z = trees.matching(wide, lambda name, prefix=prefix: f"{prefix}/z/{name}" in saved)
         if z:  # of parameters that are wanted
+            mesh = jax.tree.leaves(z)[0].sharding.mesh
+            replicated = NamedSharding(mesh, PartitionSpec())
             b1 = jax.ShapeDtypeStruct((), _dtype(kind), sharding=replicated)
             optimizer_states[prefix] = {"z": z, "b1": b1}
     if not optimizer_states:
