@@ -26,7 +26,7 @@ from meshtrain.config.build import build
 from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.data.loader import Loader
-from meshtrain.monitor.heldout import make_heldout_loss
+from meshtrain.monitor.heldout import make_heldout_metrics
 from meshtrain.program import assemble
 
 FULL, LORA = "all parameters", "LoRA"
@@ -66,13 +66,17 @@ def train(args, method: str, rate: float, *, is_first: bool) -> dict[str, Any]:
             log=_silent,
         )
         state = program.initial_state(cfg.train.seed, load)
-        losses_on = {
-            name: make_heldout_loss(program.eval_step, batches, cfg, program.mesh)
+        evaluate_on = {
+            name: make_heldout_metrics(program.eval_step, batches, cfg, program.mesh)
             for name, batches in heldout_parts(args, parts.heldout_data).items()
         }
         row = {"method": method, "learning rate": rate}
         if is_first:
-            row |= {"before": {name: loss(state) for name, loss in losses_on.items()}}
+            row |= {
+                "before": {
+                    name: evaluate(state)["eval_loss"] for name, evaluate in evaluate_on.items()
+                }
+            }
         row |= {"optimizer bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))}
         step = program.compile(loader.peek())
         losses, seconds = [], []
@@ -81,7 +85,9 @@ def train(args, method: str, rate: float, *, is_first: bool) -> dict[str, Any]:
             state, metrics = step(state, next(loader))
             losses.append(float(metrics["loss"]))
             seconds.append(time.perf_counter() - start)
-        row |= {"after": {name: loss(state) for name, loss in losses_on.items()}}
+        row |= {
+            "after": {name: evaluate(state)["eval_loss"] for name, evaluate in evaluate_on.items()}
+        }
     loader.close()
     row |= {"losses": losses, "seconds": seconds, "total seconds": time.perf_counter() - began}
     print(f"{method}, learning rate {rate:g}: {row['after']}", file=sys.stderr, flush=True)

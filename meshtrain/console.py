@@ -11,6 +11,7 @@ import os
 import re
 import select
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -191,10 +192,59 @@ def log_to(path: Path | None) -> None:
             lost(stream, error, b"")  # writes what is kept
 
 
+@contextlib.contextmanager
+def keeping_stderr() -> Iterator[Callable[[], None]]:
+    """Keeps what arrives at file descriptor 2 during the block, and writes it there at its end.
+
+    Yields a function that discards what was kept. Several threads may be in such blocks: the last
+    one that leaves them writes. `write_now` writes at once.
+    """
+    global _kept_stderr
+    with _lock:
+        kept = _kept_stderr = _kept_stderr or _KeptStderr()
+        kept.num_blocks += 1
+    try:
+        yield kept.discard
+    finally:
+        with _lock:
+            kept.num_blocks -= 1
+            if not kept.num_blocks:
+                _kept_stderr = None
+                kept.close()
+
+
+class _KeptStderr:
+    """Stands in for file descriptor 2 until it is closed."""
+
+    def __init__(self):
+        self.num_blocks = 0
+        self.stderr = os.dup(2)
+        self._kept = tempfile.TemporaryFile()
+        os.dup2(self._kept.fileno(), 2)
+
+    def discard(self) -> None:
+        self._kept.seek(0)
+        self._kept.truncate()
+
+    def close(self) -> None:
+        os.dup2(self.stderr, 2)
+        with contextlib.suppress(OSError):
+            os.write(2, os.pread(self._kept.fileno(), MAX_KEPT, 0))
+        os.close(self.stderr)
+        self._kept.close()
+
+
+_kept_stderr: _KeptStderr | None = None
+
+
 def write_now(text: str) -> None:
     """Writes to stderr without waiting for another thread, in place of the bar."""
+    kept = _kept_stderr
     with contextlib.suppress(OSError):
-        os.write(2, (ERASE if _bar_line else b"") + text.encode("ascii", "replace"))
+        os.write(
+            kept.stderr if kept else 2,
+            (ERASE if _bar_line else b"") + text.encode("ascii", "replace"),
+        )
 
 
 # ---- text of others, such as the names of files ----

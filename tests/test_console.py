@@ -404,3 +404,19 @@ def test_long_verbs_show_their_progress_and_ctrl_c_interrupts_all_their_processe
         assert (tmp_path / "out" / "manifest.json").exists() == (
             until is None and "out" in arguments
         )
+
+
+def test_what_arrives_at_stderr_is_kept_until_the_last_block_ends(capfd):
+    """An urgent line, such as that of Ctrl-C, does not wait: the process may end at once."""
+    with console.keeping_stderr():
+        with console.keeping_stderr():
+            os.write(2, b"first\n")
+        console.write_now("now\n")
+        assert capfd.readouterr().err == "now\n"
+    assert capfd.readouterr().err == "first\n"
+    with console.keeping_stderr() as discard:
+        os.write(2, b"a page of Rust\n")
+        discard()
+        os.write(2, b"second\n")
+    os.write(2, b"third\n")
+    assert capfd.readouterr().err == "second\nthird\n"

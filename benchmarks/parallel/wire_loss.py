@@ -22,7 +22,7 @@ from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import quickstart
 from meshtrain.data.loader import Loader
-from meshtrain.monitor.heldout import make_heldout_loss
+from meshtrain.monitor.heldout import make_heldout_metrics
 from meshtrain.program import assemble
 
 DEVICES = 8
@@ -72,8 +72,11 @@ def train(args, case: str) -> list[dict[str, Any]]:
                 state, metrics = step(state, next(loader))
                 if number % 10 == 9:
                     losses.append(float(metrics["loss"]))
-            loss = make_heldout_loss(program.eval_step, parts.heldout_data, cfg, program.mesh)
-            row = {"case": case, "seed": seed, "heldout": loss(state.params), "losses": losses}
+            evaluate = make_heldout_metrics(
+                program.eval_step, parts.heldout_data, cfg, program.mesh
+            )
+            heldout = evaluate(state)["eval_loss"]
+            row = {"case": case, "seed": seed, "heldout": heldout, "losses": losses}
         loader.close()
         rows.append(row | {"seconds": time.perf_counter() - began})
         print(f"{case}, seed {seed}: {rows[-1]['heldout']:.4f}", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain import errors, foreign
+from meshtrain import console, errors, foreign
 from meshtrain.data import chat_template, files, prepared, split_points
 from meshtrain.errors import ConfigError
 
@@ -260,7 +259,6 @@ BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos
 
 
 MAX_FILE_BYTES = 1 << 29  # of a tokenizer.json or a SentencePiece model
-MAX_KEPT = 1 << 16  # bytes for stderr
 MAX_GROWTH = 1000  # characters that the replacements of a tokenizer may make of one
 
 
@@ -271,26 +269,18 @@ def reporting_faults(path: Path, fault: str) -> Iterator[None]:
     A panic of Rust is no Exception, and prints a page to stderr before it is raised. So what
     arrives there during the block is kept, and printed only if there was none.
     """
-    stderr = os.dup(2)
-    kept = os.memfd_create("stderr")
-    os.dup2(kept, 2)
-    try:
-        yield
-    except (ConfigError, MemoryError):
-        raise
-    except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"
-        if is_panic:
-            os.ftruncate(kept, 0)
-        elif not isinstance(error, Exception):
-            raise  # Ctrl-C
-        raise ConfigError(f"tokenizer {path} {fault}: {error}") from None
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        with contextlib.suppress(OSError):
-            os.write(2, os.pread(kept, MAX_KEPT, 0))
-        os.close(kept)
+    with console.keeping_stderr() as discard:
+        try:
+            yield
+        except (ConfigError, MemoryError):
+            raise
+        except BaseException as error:
+            is_panic = type(error).__name__ == "PanicException"
+            if is_panic:
+                discard()
+            elif not isinstance(error, Exception):
+                raise  # Ctrl-C
+            raise ConfigError(f"tokenizer {path} {fault}: {error}") from None
 
 
 def read_model(path: Path) -> tuple[Any, list[str]]:

@@ -64,8 +64,8 @@ def make_heldout_metrics(
     cfg: Config,
     mesh: jax.sharding.Mesh,
     *,
-    log: Callable[[str], None],
-    stop_requested: Callable[[], bool],
+    log: Callable[[str], None] = print,
+    stop_requested: Callable[[], bool] = lambda: False,
     check: Callable[[Any], None] | None = None,
 ) -> Callable[[TrainState], dict[str, float | None] | None] | None:
     """Returns the function state -> metrics of the first `eval.batches` held-out batches.

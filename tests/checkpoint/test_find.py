@@ -115,7 +115,13 @@ def test_an_error_of_the_disk_is_not_corruption(workdir, monkeypatch, where, cod
 
         return call
 
-    for module, name in ((io, "open"), (builtins, "open"), (os, "listdir"), (os, "scandir")):
+    for module, name in (
+        (io, "open"),
+        (builtins, "open"),
+        (os, "open"),
+        (os, "listdir"),
+        (os, "scandir"),
+    ):
         monkeypatch.setattr(module, name, failing(getattr(module, name)))
     with pytest.raises(errors.TransientError, match=f"{where}: {os.strerror(code)}; .* valid"):
         find.find_valid(workdir)
