@@ -108,7 +108,7 @@ def parse_json(
 
 
 def is_file_name(value: Any) -> bool:
-    """Returns whether a value is the name of a file in a folder, not a path out of it."""
+    """Returns whether a value is a plain file name, which cannot lead out of a folder."""
     if not isinstance(value, str) or value in ("", ".", ".."):
         return False
     return not any(letter in value for letter in "/\0")

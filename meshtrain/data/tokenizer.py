@@ -150,7 +150,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def is_of_prepared_data(folder: Path) -> bool:
-    """Returns True if `folder` has the tokenizer of prepared data, or a copy of it."""
+    """Returns True if `folder` has the tokenizer of prepared data, or its copy."""
     return folder.is_dir() and bool(entry_of(folder))
 
 

@@ -48,7 +48,7 @@ def test_the_source_of_a_sample_depends_only_on_its_index_beyond_10_to_the_12():
 
 
 def excess(counts, degrees):
-    """Returns the chi-square of counts that should be equal, in standard deviations of it."""
+    """Returns by how many standard deviations the chi-square of equal counts is exceeded."""
     expected = counts.mean()
     chi_square = ((counts - expected) ** 2 / expected).sum()
     return (chi_square - degrees) / math.sqrt(2 * degrees)

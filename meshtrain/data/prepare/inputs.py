@@ -25,8 +25,8 @@ EXTENSIONS = (".txt", *JSON_LINES, ".parquet")
 CHUNK = 1 << 20  # bytes read at a time
 MAX_SHOWN = 5  # lines about files of the same kind
 
-# A document may have this size, and one in a large file so many times the size of the file: more is
-# a bomb. Text is compressed to a tenth.
+# The largest document has MAX_DOCUMENT_BYTES or MAX_RATIO times the size of its file, whichever is
+# more. Text is compressed to a tenth, so a larger one was made to fill the memory.
 MAX_DOCUMENT_BYTES = 16 << 20
 MAX_RATIO = 32
 MAX_LINE_BYTES = 256 << 20  # of JSON lines: a file with holes has a large size of its own
