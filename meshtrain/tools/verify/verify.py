@@ -165,10 +165,8 @@ def _laws_of_the_trainer(case: VerifyCase, quick: bool) -> dict[str, Law]:
     laws["keys"] = lambda: key_laws.repeated(raw)
     if case.model.row_keys:
         laws["dropout"] = dropout_laws.independent
-    if optim["build"] == optimizer_laws.ADAMW:
-        laws["adamw"] = lambda: optimizer_laws.adamw(optim)
-    if optim["build"] in optimizer_laws.LAWS:
-        laws["optimizer"] = lambda: optimizer_laws.LAWS[optim["build"]](optim)
+    if optim["build"] in optimizer_laws.BUILDERS:
+        laws["optimizer"] = lambda: optimizer_laws.updates(optim)
     return laws
 
 
