@@ -108,27 +108,30 @@ def adafactor(leaf: Leaf, param, grad, state: State, c: Section, *, rate: float,
     """
     t = state.get("t", 0) + 1
     beta = 1 - t ** -c.get("decay_rate", 0.8)
-    new_param, new_state = np.empty_like(param), {"t": t}
+    min_size = c.get("min_dim_size_to_factor", 128)
+    shape = _factored_shape(leaf, min_size)
+    dims = _factored_dims(shape, min_size)
+
+    new_param = np.empty_like(param)
+    new_state: State = {"t": t} if dims else {"t": t, "v": np.empty_like(param)}
     for index in np.ndindex(*leaf.shape[: leaf.num_stacked]):
-        shape = _factored_shape(leaf, c.get("min_dim_size_to_factor", 128))
+        own_shape = param[index].shape
         x, g = param[index].reshape(shape), grad[index].reshape(shape)
-        dims = _factored_dims(shape, c.get("min_dim_size_to_factor", 128))
-        # Without factors there is one mean, of a single element.
-        averaged = [(dim,) for dim in dims] if dims else [()]
         squares = g**2 + ADAFACTOR_EPSILON_1
-        before = state.get(index, [0.0] * len(averaged))
-        means = [
-            beta * mean + (1 - beta) * squares.mean(dim, keepdims=True)
-            for mean, dim in zip(before, averaged, strict=True)
-        ]
-        v = means[0]
         if dims:
-            v = means[0] * means[1] / means[0].mean(dims[1], keepdims=True)
+            rows, columns = state.get(index, (0.0, 0.0))
+            rows = beta * rows + (1 - beta) * squares.mean(dims[0], keepdims=True)
+            columns = beta * columns + (1 - beta) * squares.mean(dims[1], keepdims=True)
+            v = rows * columns / rows.mean(dims[1], keepdims=True)
+            new_state[index] = rows, columns
+        else:
+            before = state["v"][index].reshape(shape) if state else 0.0
+            v = beta * before + (1 - beta) * squares
+            new_state["v"][index] = v.reshape(own_shape)
         update = g / np.sqrt(v)
         update = update / max(1.0, _rms(update) / ADAFACTOR_CLIP)
         update = update * max(ADAFACTOR_EPSILON_2, _rms(x))
-        new_param[index] = (x - rate * (update + decay * x)).reshape(param[index].shape)
-        new_state[index] = means
+        new_param[index] = (x - rate * (update + decay * x)).reshape(own_shape)
     return new_param, new_state
 
 
