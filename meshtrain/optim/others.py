@@ -7,6 +7,7 @@ since the keys that section `optim` may have are read from the signature.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -79,8 +80,8 @@ def adafactor(
     # By the number of stacked dims: layers, and experts.
     optimizers = {
         "stacked_0": adafactor_of_array,
-        "stacked_1": _mapped(adafactor_of_array),
-        "stacked_2": _mapped(_mapped(adafactor_of_array)),
+        "stacked_1": _mapped(adafactor_of_array, num_stacked=1),
+        "stacked_2": _mapped(adafactor_of_array, num_stacked=2),
     }
     labels = jax.tree.map(
         lambda names: f"stacked_{len(muon.stacked_dims(names))}", axes, is_leaf=muon.is_entry
@@ -118,7 +119,14 @@ def schedule_free_adamw(
         optax.add_decayed_weights(weight_decay, mask=optim.decay_mask(no_decay)),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return contrib.schedule_free(base, learning_rate, b1=b1)
+    averaged = contrib.schedule_free(base, learning_rate, b1=b1)
+
+    # An iterate is weighted by the learning rate that made it. optax counts from 1 and takes that
+    # of the next update (google-deepmind/optax#1744), which matters while the rate changes.
+    def init(params):
+        return averaged.init(params)._replace(step_count=jnp.int32(0))
+
+    return optax.GradientTransformation(init, averaged.update)
 
 
 def _on_matrices(
@@ -163,20 +171,52 @@ def _factored_shape(matrix: muon.Matrix, shape: tuple[int, ...], min_size: int) 
     return (*stacked, *sizes)
 
 
-def _mapped(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the transformation that applies the optimizer to each array along the first dim."""
+def _mapped(
+    adafactor_of_array: optax.GradientTransformation, *, num_stacked: int
+) -> optax.GradientTransformation:
+    """Returns the transformation that applies Adafactor to each array along the stacked dims.
+
+    Each parameter is mapped by itself, since they may have different numbers of layers or experts.
+    """
+    init_arrays, update_arrays = adafactor_of_array
+    for _ in range(num_stacked):
+        init_arrays, update_arrays = jax.vmap(init_arrays), jax.vmap(update_arrays)
 
     # `jax.vmap` needs an array, but optax also passes trees without arrays: to ask for the
     # structure of the state, and if no parameter has this number of stacked dims.
     def init(params):
         if not jax.tree.leaves(params):
-            return optimizer.init(params)
-        return jax.vmap(optimizer.init)(params)
+            return adafactor_of_array.init(params)
+        leaves, tree = jax.tree.flatten(params)
+        return joined([init_arrays(leaf) for leaf in leaves], tree)
 
     def update(grads, state, params):
         if not jax.tree.leaves(params):
             return grads, state
-        return jax.vmap(optimizer.update)(grads, state, params)
+        moments, *stateless = state
+        count = moments.count.ravel()[0]
+
+        def update_leaf(grad, v_row, v_col, v, param):
+            counts = jnp.broadcast_to(count, grad.shape[:num_stacked])
+            own = moments._replace(count=counts, v_row=v_row, v_col=v_col, v=v)
+            return update_arrays(grad, (own, *stateless), param)
+
+        leaves, tree = jax.tree.flatten(grads)
+        others = (moments.v_row, moments.v_col, moments.v, params)
+        leaves_of_others = [jax.tree.leaves(one) for one in others]
+        results = [update_leaf(*each) for each in zip(leaves, *leaves_of_others, strict=True)]
+        updates = tree.unflatten(update for update, _ in results)
+        return updates, joined([state for _, state in results], tree)
+
+    def joined(states, tree):
+        """Returns the state of all parameters from that of each; all have the same count."""
+        first, *stateless = states[0]
+
+        def of_all(field):
+            return tree.unflatten(getattr(moments, field) for moments, *_ in states)
+
+        moments = first._replace(v_row=of_all("v_row"), v_col=of_all("v_col"), v=of_all("v"))
+        return (moments, *stateless)
 
     return optax.GradientTransformation(init, update)
 

@@ -1,20 +1,20 @@
-"""Learning-rate schedules at their corners, and AdamW against its formula."""
+"""Learning-rate schedules at their corners, AdamW against its formula, and the steps of a run."""
 
 import math
 
-import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from meshtrain.config.schema import OptimConfig
+from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 from meshtrain.metrics import weighted
 from meshtrain.optim import base as optim
 from meshtrain.state import TrainState
 from meshtrain.step import make_train_step
+from meshtrain.tools.verify.laws import optimizers as optimizer_laws
 
 PEAK, FINAL = 0.5, 0.05
 
@@ -82,46 +82,15 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up(name):
     np.testing.assert_allclose([rate(i) for i in range(3)], PEAK * np.arange(1, 4) / 10, rtol=1e-5)
 
 
-PARAMS = {
-    "bias": {"kernel": np.float32([1, -2])},  # no_decay matches the last key of the path only
-    "dense": {"kernel": np.float32([[0.5, -0.25]]), "bias": np.float32([3, -4])},
-    "norm": {"scale": np.float32([1, 2])},
-}
+def test_adamw_equals_its_formula_and_decays_only_the_selected_parameters(x64):
+    section = default.get_config().optim.to_dict()
+    assert optimizer_laws.updates({**section, "build": "meshtrain.optim.base:adamw"}) is None
 
 
-def numpy_adamw(params, grads, rates, *, b1, b2, epsilon, weight_decay):
-    """Algorithm 2 of arXiv 1711.05101, decay scaled by the learning rate."""
-    m = v = np.zeros_like(params)
-    for t, (grad, rate) in enumerate(zip(grads, rates, strict=True), start=1):
-        m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
-        step = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + epsilon)
-        params = params - rate * (step + weight_decay * params)
-    return params
-
-
-def test_adamw_equals_its_formula_and_decays_only_the_selected_parameters():
-    hyper = {"b1": 0.7, "b2": 0.9, "epsilon": 1e-2, "weight_decay": 0.2}
-    rates = [0.1, 0.05, 0.02]
-    optimizer = optim.adamw(
-        lambda step: jnp.array(rates)[step], **hyper, no_decay=("bias", "scale")
-    )
-    rng = np.random.default_rng(0)
-    grads = [
-        jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), PARAMS) for _ in rates
-    ]
-    params, state = PARAMS, optimizer.init(PARAMS)
-    for grad in grads:
-        updates, state = optimizer.update(grad, state, params)
-        params = optax.apply_updates(params, updates)
-
-    decay = {"bias": {"kernel": 0.2}, "dense": {"kernel": 0.2, "bias": 0}, "norm": {"scale": 0}}
-    expected = jax.tree.map(
-        lambda p, decay, *g: numpy_adamw(p, g, rates, **{**hyper, "weight_decay": decay}),
-        PARAMS,
-        decay,
-        *grads,
-    )
-    chex.assert_trees_all_close(params, expected, rtol=1e-5)
+def test_every_schedule_follows_its_formula_far_beyond_its_end(x64):
+    section = default.get_config().optim.to_dict()
+    for changes in ({}, {"final_fraction": 0.0, "decay_fraction": 0.0}, {"decay_fraction": 1.0}):
+        assert optimizer_laws.schedule({**section, **changes}) is None
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,15 @@ from meshtrain.checkpoint import arrays, find
 from meshtrain.config.build import build, resolve
 from meshtrain.config.parse import parse
 from meshtrain.data.loader import open_loader
+from meshtrain.models import trees
 from meshtrain.models.base import Model
 from meshtrain.models.layers import normal_initializer
+from meshtrain.optim import base as optim
 from meshtrain.optim import muon
 from meshtrain.optim import others as optim_others
 from meshtrain.program import assemble
 from meshtrain.tools.verify.laws import optimizers as optimizer_laws
+from meshtrain.tools.verify.reference import optimizers as optimizer_reference
 from meshtrain.train import train
 from tests.lib.compare import assert_same
 from tests.lib.configs import packed
@@ -129,41 +132,116 @@ def test_three_steps_of_a_transformer_equal_one_device_in_float64(name, x64):
         assert_same(found, expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["muon", "lion"])
+@pytest.mark.parametrize("name", BUILDS)
 def test_the_updates_are_those_of_numpy(name, x64):
-    assert optimizer_laws.LAWS[BUILDS[name]](KEYS) is None
+    assert optimizer_laws.updates({"build": BUILDS[name], **KEYS}) is None
+
+
+def test_each_parameter_has_its_own_number_of_layers_and_experts():
+    """Adafactor maps its stacked parameters; their moments have the rows and columns of each."""
+    axes = {"encoder": ("layers", "embed", "mlp"), "decoder": ("layers", "embed", "mlp")}
+    axes |= {"gate": ("layers", "expert", "embed", None), "up": ("expert", "embed", "mlp")}
+    shapes = {"encoder": (2, 6, 10), "decoder": (3, 6, 10), "gate": (2, 4, 6, 10), "up": (4, 6, 10)}
+    optimizer = optim_others.adafactor(rate, axes=axes, **KEYS, min_dim_size_to_factor=4)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    opt_state = jax.eval_shape(optimizer.init, params)
+    for field, size in (("v_row", 6), ("v_col", 10)):
+        moments = {}
+        for _, tree in optax.tree.get_all_with_path(opt_state, field):
+            arrays_of_tree = {name: leaf.shape for name, leaf in tree.items() if leaf}
+            moments |= arrays_of_tree
+        assert moments == {name: (*shape[:-2], size) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("build", optimizer_laws.BUILDERS)
+def test_bfloat16_parameters_and_moments_are_rounded_from_the_exact_update(build):
+    """Each update starts from what is stored, and is computed in float32.
+
+    Parameters are rounded to nearest, moments stochastically: over all updates their errors have
+    the mean and the variance of independent roundings, within five standard errors.
+    """
+    keys = {"b1": 0.7, "b2": 0.85, "epsilon": 1e-3, "weight_decay": 0.4, "no_decay": ("bias",)}
+    if build == BUILDS["adafactor"]:
+        keys["min_dim_size_to_factor"] = 6  # rows and columns are not rounded
+    optimizer = optim.store_moments(
+        optimizer_laws.optimizer_of(build, keys), moment_dtype="bfloat16", param_dtype="bfloat16"
+    )
+    params, grads = optimizer_laws.examples()
+    params = {path: leaf.astype(jnp.bfloat16) for path, leaf in params.items()}
+    params = optimizer_laws.nested(params)
+
+    @jax.jit
+    def update(params, state, grads):
+        changes, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, changes), state
+
+    state, expected = jax.jit(optimizer.init)(params), {path: {} for path in grads}
+    errors, variances = [], []
+    for number, rate in enumerate(optimizer_laws.RATES):
+        given = {path: np.float32(grad[number]) for path, grad in grads.items()}
+        after, state = jax.device_get(update(params, state, optimizer_laws.nested(given)))
+        stored = moments_by_path(state)
+        for path, leaf in optimizer_laws.LEAVES.items():
+            exact, expected[path] = optimizer_reference.OPTIMIZERS[build](
+                leaf,
+                np.float64(trees.leaf(params, path)),
+                np.float64(given[path]),
+                expected[path],
+                keys,
+                rate=rate,
+                decay=optimizer_reference.decay_of(path, keys),
+            )
+            new = trees.leaf(after, path)
+            assert new.dtype == jnp.bfloat16
+            # Half the distance of two numbers, and rounding in float32.
+            limit = 0.501 * spacing(exact) + 1e-5 * np.abs(exact).max()
+            assert (np.abs(np.float64(new) - exact) <= limit).all(), path
+            for name, moment in stored[path].items():
+                error, variance = rounding_errors(np.float64(moment), expected[path][name])
+                errors.append(error.ravel())
+                variances.append(variance.ravel())
+                expected[path] |= {name: np.float64(moment)}
+        params = after
+    error, variance = np.concatenate(errors), np.concatenate(variances)
+    assert error.size > 2000
+    assert abs(error.sum()) <= 5 * variance.sum() ** 0.5
+    # The square of an error has the variance p (1 - p) (1 - 2 p)^2.
+    deviation = (variance * (1 - 4 * variance)).sum() ** 0.5
+    assert abs((error**2 - variance).sum()) <= 5 * deviation
+
+
+MOMENTS = {"mu": "m", "trace": "m", "nu": "v", "v": "v", "z": "z"}  # names in optax and in papers
+
+
+def moments_by_path(opt_state):
+    """Returns by path the arrays of the state that have the shape of their parameter, by name."""
+    found = {path: {} for path in optimizer_laws.LEAVES}
+    for field, name in MOMENTS.items():
+        for _, tree in optax.tree.get_all_with_path(opt_state, field):
+            for keys, moment in jax.tree.leaves_with_path(tree):
+                path = trees.name_of(keys)
+                if moment.shape == optimizer_laws.LEAVES[path].shape:
+                    assert moment.dtype == jnp.bfloat16
+                    found[path][name] = moment
+    return found
+
+
+def spacing(x):
+    """Returns the distance of bfloat16 numbers of this size."""
+    exponents = np.floor(np.log2(np.maximum(np.abs(x), 2.0**-126)))
+    return 2.0 ** (exponents - 7)
+
+
+def rounding_errors(found, exact):
+    """Returns the errors, in distances of two numbers, and their variances."""
+    error = (np.abs(found) - np.abs(exact)) / spacing(exact)
+    assert (np.abs(error) < 1.001).all()
+    share = np.abs(exact) / spacing(exact) % 1
+    return error, share * (1 - share)
 
 
 def rate(step):
     return jnp.float64(0.1) / (1 + step)
-
-
-@pytest.mark.parametrize("shape", [(2, 6, 10), (2, 2, 6, 10)], ids=["layers", "layers and experts"])
-def test_adafactor_treats_each_layer_and_expert_as_an_array_of_its_own(shape, x64):
-    """Stacked arrays would be factored along the layers if those are many, and clipped together."""
-    rng = np.random.default_rng(0)
-    names = ("layers", "embed", "mlp") if len(shape) == 3 else ("layers", "expert", "embed", "mlp")
-    found = {"kernel": rng.normal(size=shape)}
-    grads = [{"kernel": rng.normal(size=shape) * 10.0 ** rng.normal(size=shape)} for _ in range(3)]
-    build = functools.partial(optim_others.adafactor, rate, **KEYS, min_dim_size_to_factor=4)
-    stacked = build(axes={"kernel": names})
-    alone = optax.adafactor(rate, min_dim_size_to_factor=4)
-    state, expected = jax.jit(stacked.init)(found), {}
-    init_alone, update_alone = jax.jit(alone.init), jax.jit(alone.update)
-    decay = [1 - KEYS["weight_decay"] * 0.1 / (1 + step) for step in range(3)]
-    for index in np.ndindex(*shape[:-2]):
-        one, own = found["kernel"][index], init_alone(found["kernel"][index])
-        for step, grad in enumerate(grads):
-            update, own = update_alone(grad["kernel"][index], own, one)
-            one = one * decay[step] + np.asarray(update)
-        expected[index] = one
-    for grad in grads:
-        updates, state = jax.jit(stacked.update)(grad, state, found)
-        found = {"kernel": found["kernel"] + np.asarray(updates["kernel"])}
-    for index, one in expected.items():
-        np.testing.assert_allclose(found["kernel"][index], one, rtol=1e-6)
-    sizes = {leaf.shape for leaf in jax.tree.leaves(state)}
-    assert shape not in sizes and {(*shape[:-2], 6), (*shape[:-2], 10)} < sizes
 
 
 HEADS = {

@@ -11,6 +11,7 @@ import pytest
 
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
+from meshtrain.metrics import Metrics
 from meshtrain.parallel import grad_sync
 from meshtrain.parallel.grad_sync import Wire
 from meshtrain.parallel.mesh import make_mesh
@@ -159,6 +160,63 @@ def test_members_round_with_different_numbers():
     wire = Wire(4, 64, stochastic=True)
     _, error = reduced(x, levels, wire, jax.random.key(0), data=8)
     assert len({row[1:].tobytes() for row in error}) == 8
+
+
+def test_errors_of_members_buckets_elements_and_steps_are_independent(monkeypatch):
+    """Of all pairs: each correlation is within 6.5 standard errors of zero, which a pair exceeds
+    once in 10^10; there are 4 million. Means and variances are within 5.
+    """
+    num_steps, block, length = 400, 16, 128
+    monkeypatch.setattr(grad_sync, "BUCKET", length)  # each leaf is a bucket of its own
+    random = np.random.default_rng(0)
+    share_L = random.uniform(0.25, 0.75, length).astype(np.float32)
+    values_L = random.integers(-4, 4, length) + share_L
+    values_L[::block] = 7  # the scale of a block is 1, and this element is exact
+    sums = {name: np.tile(np.float32(values_L), (8, 1)) for name in ("a", "b")}
+    levels = grad_sync.levels_of("xla", 8, 1)
+    wire = Wire(4, block, stochastic=True)
+    sync = grad_sync.Sync(("data",), levels, wire, exact=(), feedback=True)
+    mesh = make_mesh(data=8)
+    shardings = dict.fromkeys(sums, jax.NamedSharding(mesh, jax.P()))
+
+    def errors(sums):
+        start = sync.start_residual({name: leaf[0] for name, leaf in sums.items()})
+        one = Metrics(jnp.ones(8), jnp.full(8, 1 / 8))
+
+        def step(number):
+            key = jax.random.fold_in(jax.random.key(0), number)
+            _, _, residual = grad_sync.synchronise(
+                sums, one, shardings, grad_sync=sync, residual=start, key=key
+            )
+            return residual
+
+        return jax.lax.map(step, jnp.arange(num_steps))
+
+    with jax.set_mesh(mesh):
+        found = jax.device_get(jax.jit(errors)(sums))
+    # U steps, B buckets, N members, L elements, X all but the steps
+    error_UBNL = np.stack([found["a"], found["b"]], axis=1).astype(np.float64)
+    # A member does not send its own part; there it has the error of the sum.
+    is_own_NL = np.arange(length) // (length // 8) == np.arange(8)[:, None]
+    is_random_NL = ~is_own_NL & (np.arange(length) % block != 0)
+    first = error_UBNL[:, :, is_random_NL]
+    expected = np.broadcast_to(share_L * (1 - share_L), (8, length))[is_random_NL]
+    assert ((np.abs(first) > 0.24) & (np.abs(first) < 0.76)).all()
+    # The square of an error has the variance p (1 - p) (1 - 2 p)^2.
+    deviation = (expected * (1 - 4 * expected)).mean() ** 0.5
+    assert abs((first**2 - expected).mean()) * first.size**0.5 <= 5 * deviation
+
+    error_UX = error_UBNL.reshape(num_steps, -1)
+    error_UX = error_UX[:, error_UX.std(0) > 0.01]
+    assert error_UX.shape[1] > 1900
+    normal_UX = error_UX / error_UX.std(0)
+    assert np.abs(normal_UX.mean(0)).max() * num_steps**0.5 <= 5
+    for apart in (0, 1):
+        now, before = normal_UX[apart:], normal_UX[: num_steps - apart]
+        z_XX = now.T @ before / len(now) ** 0.5
+        if apart == 0:
+            np.fill_diagonal(z_XX, 0)
+        assert np.abs(z_XX).max() <= 6.5
 
 
 def test_what_a_sum_lacks_is_returned_with_it(x64):

@@ -15,7 +15,7 @@ from meshtrain.models.base import Model
 from meshtrain.tools.verify import QUICK_LAYOUTS, certificate, check_without, layouts, precision
 from meshtrain.tools.verify.case import VerifyCase, set_num_layers, shrink
 from meshtrain.tools.verify.certificate import Certificate
-from meshtrain.tools.verify.laws import precision as precision_laws
+from meshtrain.tools.verify.laws import rounding as rounding_laws
 
 HEAD_DIM = 64  # fused attention kernels need a multiple of 8
 SEQ_LEN = 64
@@ -60,7 +60,7 @@ def verify_here(
         log(f"{len(chosen)} layouts of {jax.device_count()} devices in {dtype}")
 
         violations = []
-        for name, law in precision_laws.laws().items():
+        for name, law in rounding_laws.laws().items():
             fault = law()
             if fault:
                 violations.append(f"{name}: {fault}")

@@ -37,8 +37,8 @@ from meshtrain.tools.verify.laws import experts as expert_laws
 from meshtrain.tools.verify.laws import grad_sync as sync_laws
 from meshtrain.tools.verify.laws import model as model_laws
 from meshtrain.tools.verify.laws import optimizers as optimizer_laws
-from meshtrain.tools.verify.laws import precision as precision_laws
 from meshtrain.tools.verify.laws import random_keys as key_laws
+from meshtrain.tools.verify.laws import rounding as rounding_laws
 from meshtrain.tools.verify.laws import runs as run_laws
 from meshtrain.tools.verify.pairwise import Row
 from meshtrain.tools.verify.reference import step as reference_step
@@ -156,7 +156,7 @@ def check_law(case: VerifyCase, name: str) -> list[str]:
 def _laws_of_the_trainer(case: VerifyCase, quick: bool) -> dict[str, Law]:
     """Returns the laws of the trainer itself: its steps, sums, random keys and optimizer."""
     raw, optim = case.raw, case.raw["optim"]
-    laws: dict[str, Law] = {} if quick else precision_laws.laws()
+    laws: dict[str, Law] = {} if quick else rounding_laws.laws()
     if case.is_text:
         laws["trainer"] = lambda: run_laws.trainer(case.shallow)
     if jax.device_count() > 1:
@@ -165,10 +165,8 @@ def _laws_of_the_trainer(case: VerifyCase, quick: bool) -> dict[str, Law]:
     laws["keys"] = lambda: key_laws.repeated(raw)
     if case.model.row_keys:
         laws["dropout"] = dropout_laws.independent
-    if optim["build"] == optimizer_laws.ADAMW:
-        laws["adamw"] = lambda: optimizer_laws.adamw(optim)
-    if optim["build"] in optimizer_laws.LAWS:
-        laws["optimizer"] = lambda: optimizer_laws.LAWS[optim["build"]](optim)
+    if optim["build"] in optimizer_laws.BUILDERS:
+        laws["optimizer"] = lambda: optimizer_laws.updates(optim)
     return laws
 
 

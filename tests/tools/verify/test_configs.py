@@ -11,7 +11,7 @@ from meshtrain.cli import app
 from meshtrain.config.load import load_config
 from meshtrain.tools.verify import layouts, verify
 from meshtrain.tools.verify.case import VerifyCase
-from meshtrain.tools.verify.laws import precision as precision_laws
+from meshtrain.tools.verify.laws import rounding as rounding_laws
 from tests.lib.paths import ROOT
 
 # A quick verification takes two to twelve minutes next to other tests. The others differ from this
@@ -91,7 +91,7 @@ def test_a_layout_is_as_precise_as_one_device(dtype, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", ["runs", *precision_laws.laws()])
+@pytest.mark.parametrize("law", ["runs", *rounding_laws.laws()])
 def test_the_laws_that_only_the_full_verification_has_hold(law, x64):
     subject, *_, names = full_plan()
     quick = {*verify.plan(subject, quick=True, without=())[2]}

@@ -37,7 +37,7 @@ from meshtrain.tools.verify import case as cases
 from meshtrain.tools.verify import certificate
 from meshtrain.tools.verify.case import VerifyCase
 from meshtrain.tools.verify.certificate import Trees
-from meshtrain.tools.verify.reference import model as reference_model
+from meshtrain.tools.verify.reference import optimizers as reference_optimizers
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import Result, train
 
@@ -343,7 +343,8 @@ def learning_rates(setup: Setup, run: Run) -> str | None:
     has_count = optim.updates_done(opt_state, otherwise=None) is not None
     updates = 0
     for step, rate in enumerate(run.rows["learning_rate"]):
-        expected = reference_model.learning_rate(updates if has_count else step, section, STEPS)
+        number = updates if has_count else step
+        expected = reference_optimizers.learning_rate(number, section, STEPS)
         if not abs(rate - expected) <= 1e-6 * section["learning_rate"]:
             return f"step {step}: {rate:.9g} is not {expected:.9g}"
         updates += run.rows["skipped"][step] == 0

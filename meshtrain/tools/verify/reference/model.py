@@ -1,4 +1,4 @@
-"""Reference implementation of the package's transformer, AdamW and learning-rate schedules.
+"""Reference implementation of the package's transformer.
 
 A comparison of layouts runs the package's model on both sides, so it cannot find an error that also
 occurs on one device; a comparison with this file does. It was written from the papers and does not
@@ -6,7 +6,6 @@ call the code under test: it reads only the sizes of the model in TransformerCon
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,8 +21,6 @@ from meshtrain.tools.verify.reference.dropout import dropped, of_layer
 from meshtrain.tools.verify.reference.mixture import mixture
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, k = K/2, V vocabulary
-
-Section = Mapping[str, Any]  # the `optim` section of a config
 
 
 def loss(params: Params, batch: Batch, c: TransformerConfig) -> jax.Array:
@@ -252,39 +249,3 @@ def _stddevs_of_layer(c: TransformerConfig, is_sparse: bool) -> dict[str, float]
     if c.qk_norm:
         norms += ("attention/query_norm", "attention/key_norm")
     return stddevs | latent | {f"{name}/scale": 0.0 for name in norms}
-
-
-def adamw(params: dict, grads: list[dict], rates: list[float], c: Section) -> dict:
-    """Returns the parameters after AdamW (arXiv 1711.05101) with this `optim` section.
-
-    `params` and each of `grads`, one per step, are flat dicts path -> array.
-    """
-    b1, b2 = c["b1"], c["b2"]
-    first, second = ({path: 0.0 for path in params} for _ in range(2))
-    for number, (grad, rate) in enumerate(zip(grads, rates, strict=True), 1):
-        for path, g in grad.items():
-            first[path] = b1 * first[path] + (1 - b1) * g
-            second[path] = b2 * second[path] + (1 - b2) * g**2
-            mean, square = first[path] / (1 - b1**number), second[path] / (1 - b2**number)
-            decay = 0.0 if path.split("/")[-1] in c["no_decay"] else c["weight_decay"]
-            change = mean / (np.sqrt(square) + c["epsilon"]) + decay * params[path]
-            params = params | {path: params[path] - rate * change}
-    return params
-
-
-def learning_rate(step: int, c: Section, steps: int) -> float:
-    """Returns the learning rate at `step` of a run of `steps` steps, by an `optim` section."""
-    peak, end, warmup = c["learning_rate"], c["final_fraction"], c["warmup_steps"]
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    length = max(1, steps - warmup)
-    progress = min(1.0, (step - warmup) / length)
-    if c["schedule"] == "cosine":
-        return peak * (end + (1 - end) * (1 + math.cos(math.pi * progress)) / 2)
-    if c["schedule"] == "linear":
-        return peak * (1 + (end - 1) * progress)
-    if c["schedule"] == "wsd":
-        decay = min(length, max(1, round(steps * c["decay_fraction"])))
-        decayed = min(1.0, max(0.0, (step - warmup - (length - decay)) / decay))
-        return peak * (1 + (end - 1) * decayed)
-    return peak
