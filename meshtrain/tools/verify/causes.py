@@ -29,17 +29,27 @@ TRANSFORMS = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_comp
 # ---- lines of the user's code ----
 
 
-def place(equation: Any) -> str:
-    """Returns where the user's code made an equation: "model.py:12 (Block.__call__)"."""
+def place(equation: Any, outer: str = "") -> str:
+    """Returns where the user's code made an equation: "model.py:12 (Block.__call__)".
+
+    `outer` is the place of the equation that calls this one, for code of libraries that jax has
+    traced before.
+    """
     frames = getattr(equation.source_info.traceback, "frames", ())
-    line = ""
+    line, layer = "", ""
     for frame in frames:  # the innermost first
+        function = frame.function_name.rpartition("<locals>.")[2]
         if not is_library(frame.file_name):
-            function = frame.function_name.rpartition("<locals>.")[2]
             line = f"{Path(frame.file_name).name}:{frame.line_num} ({function})"
             break
-    scope = TRANSFORMS.sub("", str(equation.source_info.name_stack)).strip("/")
-    return ", in ".join(filter(None, (line, scope))) or str(equation.primitive)
+        if "/flax/" in frame.file_name and function.endswith("__call__"):
+            layer = f"flax's {function.removesuffix('.__call__')}"
+    if not line:
+        return outer
+    scopes = TRANSFORMS.sub("", str(equation.source_info.name_stack)).split("/")
+    # jax names the scope of an einsum by its text.
+    scope = "/".join(one for one in scopes if one and "->" not in one)
+    return ", in ".join(filter(None, (line, layer, scope)))
 
 
 def place_of_error(error: Exception) -> str:
@@ -51,9 +61,9 @@ def place_of_error(error: Exception) -> str:
 
 def place_of(jaxpr: Any, *primitives: str) -> str | None:
     """Returns the place of the first equation of these primitives, or None."""
-    for equation in equations(jaxpr):
+    for equation, where in equations(jaxpr):
         if equation.primitive.name in primitives:
-            return place(equation)
+            return where
     return None
 
 
@@ -67,12 +77,13 @@ def is_library(file: str) -> bool:
 # ---- equations ----
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields every equation of a jaxpr, those within an equation before it."""
+def equations(jaxpr: Any, outer: str = "") -> Iterator[tuple[Any, str]]:
+    """Yields every equation of a jaxpr with its place, those within an equation before it."""
     for equation in jaxpr.eqns:
+        where = place(equation, outer)
         for inner in _inner(equation):
-            yield from equations(inner)
-        yield equation
+            yield from equations(inner, where)
+        yield equation, where
 
 
 def _inner(equation: Any) -> list[Any]:
@@ -89,8 +100,10 @@ def _is_literal(value: Any) -> bool:
     return isinstance(value, jax_core.Literal)
 
 
-def _live(jaxpr: Any, is_live: Sequence[bool] | None = None) -> list[Any]:
-    """Returns the equations that the outputs of a jaxpr depend on through floats, in order.
+def _live(
+    jaxpr: Any, is_live: Sequence[bool] | None = None, outer: str = ""
+) -> list[tuple[Any, str]]:
+    """Returns the equations that the outputs of a jaxpr depend on through floats, with places.
 
     `is_live` says which outputs count. A cast for a metric, or for a comparison, is not among
     them. Of an equation that calls others, these are returned.
@@ -104,14 +117,14 @@ def _live(jaxpr: Any, is_live: Sequence[bool] | None = None) -> list[Any]:
             continue
         inputs = [value for value in equation.invars if not _is_literal(value)]
         needed |= {id(value) for value in inputs if _is_float(value)}
-        inner = _inner(equation)
+        inner, where = _inner(equation), place(equation, outer)
         for one in reversed(inner):
             # The outputs of a loop may depend on each other.
             is_loop = equation.primitive.name in ("scan", "while")
             matches = not is_loop and len(one.outvars) == len(live_outputs)
-            found += reversed(_live(one, live_outputs if matches else None))
+            found += reversed(_live(one, live_outputs if matches else None, where))
         if not inner:
-            found.append(equation)
+            found.append((equation, where))
     return found[::-1]
 
 
@@ -123,23 +136,30 @@ SUMS = ("reduce_sum", "dot_general", "conv_general_dilated", "cumsum", "scatter-
 
 def narrowing(jaxpr: Any) -> str | None:
     """Returns where a loss leaves float64, as text; None if it computes in float64."""
-    live = _live(jaxpr.jaxpr)
-    for equation in live:
+    for equation, where in _live(jaxpr.jaxpr):
         wide, narrow = _widest(equation.invars), _widest(equation.outvars)
         if narrow and wide and _bits(narrow) < _bits(wide):
-            return f"casts {wide} to {narrow} at {place(equation)}"
+            return f"casts {wide} to {narrow} at {where}"
         if equation.primitive.name == "reduce_precision":
-            return f"rounds to fewer bits at {place(equation)}"
-    for equation in live:
+            return f"rounds to fewer bits at {where}"
+    return None
+
+
+def narrow_sum(jaxpr: Any) -> str | None:
+    """Returns where a loss adds up in less than float64, for example values of the batch, or None.
+
+    Sums of small integers are exact.
+    """
+    for equation, where in _live(jaxpr.jaxpr):
         dtype = _widest(equation.outvars)
         if equation.primitive.name in SUMS and dtype and _bits(dtype) < 64:
-            return f"adds up in {dtype} at {place(equation)}"
+            return f"adds up in {dtype} at {where}"
     return None
 
 
 def float_dtypes(jaxpr: Any) -> set[str]:
     """Returns the dtypes of floats that a loss depends on."""
-    dtypes = {_widest(equation.outvars) for equation in _live(jaxpr.jaxpr)}
+    dtypes = {_widest(equation.outvars) for equation, _ in _live(jaxpr.jaxpr)}
     return {dtype for dtype in dtypes if dtype}
 
 
@@ -166,14 +186,14 @@ def nondeterminism(trace: Callable[[], Any]) -> str | None:
     pairs = zip(equations(first.jaxpr), equations(second.jaxpr), strict=False)
     # Arrays of numpy are constants of the jaxpr.
     constants = [dict(zip(one.jaxpr.constvars, one.consts, strict=True)) for one in (first, second)]
-    for one, other in pairs:
+    for (one, where), (other, _) in pairs:
         is_same = one.primitive is other.primitive and len(one.invars) == len(other.invars)
         if is_same:
             values = [_known(one, constants[0]), _known(other, constants[1])]
             is_same = all(_equal(a, b) for a, b in zip(*values, strict=True))
         if not is_same:
             return (
-                f"not deterministic: two traces of the loss differ at {place(one)}; take random "
+                f"not deterministic: two traces of the loss differ at {where}; take random "
                 "numbers from jax.random, with a key that is an argument"
             )
     return None
@@ -211,11 +231,11 @@ def first_difference(
     """
     closed = jax.make_jaxpr(function)(*args)
     inputs = [jax.tree.leaves(one) for one in (args, other_args)]
-    return _first_difference(closed.jaxpr, closed.consts, inputs, differs)
+    return _first_difference(closed.jaxpr, closed.consts, inputs, differs, "")
 
 
 def _first_difference(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Sequence[Any]], differs: Callable
+    jaxpr: Any, consts: Sequence[Any], inputs: Any, differs: Callable, outer: str
 ) -> str | None:
     # A value that no equation uses may be no output.
     values = [v for eqn in jaxpr.eqns for v in eqn.outvars if type(v).__name__ != "DropVar"]
@@ -236,11 +256,12 @@ def _first_difference(
             inner_inputs = []
             for call in calls:
                 inner_inputs.append([v.val if _is_literal(v) else call[v] for v in equation.invars])
-            return _within(equation, inner_inputs, differs) or place(equation)
+            where = place(equation, outer)
+            return _within(equation, inner_inputs, differs, where) or where
     return None
 
 
-def _within(equation: Any, inputs: list[list[Any]], differs: Callable) -> str | None:
+def _within(equation: Any, inputs: list[list[Any]], differs: Callable, outer: str) -> str | None:
     """Returns the place of the first difference within an equation that calls others, or None."""
     params = jax.tree.leaves(list(equation.params.values()))
     called = [one for one in params if hasattr(one, "eqns")]
@@ -252,7 +273,7 @@ def _within(equation: Any, inputs: list[list[Any]], differs: Callable) -> str | 
         inputs = [[*one[:first_x], *(x[0] for x in one[first_x:])] for one in inputs]
     if equation.primitive.name == "while" or len(jaxpr.invars) != len(inputs[0]):
         return None
-    return _first_difference(jaxpr, consts, inputs, differs)
+    return _first_difference(jaxpr, consts, inputs, differs, outer)
 
 
 def differ(a: np.ndarray, b: np.ndarray) -> bool:

@@ -287,7 +287,10 @@ def test_rules_are_trees_prefixes_patterns_or_functions():
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"rules": [("kernal", P())]}, "rules: 'kernal' is found in no path; the paths are bias,"),
+        (
+            {"rules": [("sidebar", P())]},
+            "rules: 'sidebar' is found in no path; the paths are",
+        ),
         ({"rules": {"up": P()}, "meshes": None}, None),
         ({"rules": {"up": {"w": P()}}}, "rules: no tree like params .*pass a tree of PartitionSp"),
         ({"rules": [("up", 3)]}, "rules: up: 3 is no PartitionSpec"),
