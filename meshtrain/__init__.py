@@ -22,6 +22,7 @@ _MODULES = {
     "from_nnx": "models.base",
     "launch": "supervise.launch",
     "load_config": "config.load",
+    "verify_loss": "tools.verify.loss",
     "weighted": "metrics",
 }
 __all__ = list(_MODULES)

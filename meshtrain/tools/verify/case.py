@@ -118,6 +118,14 @@ class VerifyCase:
         """Returns whether samples are token sequences, whose weights and packing can be varied."""
         return isinstance(self.samples, Batch)
 
+    @property
+    def can_pack(self) -> bool:
+        """Returns whether rows can hold several documents.
+
+        The capacity of experts is that of a row, and the reference has a row for each document.
+        """
+        return self.rows is not None and not self.raw["model"].get("capacity_factor")
+
     def steps(self, *, packing: bool, masks: bool, dropout: bool) -> list[reference_step.Step]:
         """Returns the expected steps on one device, with each document in a separate row.
 

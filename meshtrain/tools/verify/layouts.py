@@ -55,12 +55,10 @@ def _factors(case: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
     # With remat, layers are never unrolled.
     recompute = [{"remat": "none", "unroll": number} for number in UNROLL]
     recompute += [{"remat": name, "unroll": 1} for name in REMAT]
-    # The capacity of experts is that of a row, and the reference has a row for each document.
-    can_pack = case.rows is not None and not model.get("capacity_factor")
     has_residual_rule = any(name == "residual_seq" for name, _ in case.raw["rules"])
     factors = [
         recompute,
-        switch("packing", can_pack and "packing" not in without),
+        switch("packing", case.can_pack and "packing" not in without),
         switch("masks", case.is_text and "masks" not in without),
         switch("sequence_parallel", has_residual_rule),
         switch("loss_scale"),

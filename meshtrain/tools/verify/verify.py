@@ -16,6 +16,7 @@ from meshtrain import state as states
 from meshtrain.config.schema import AXES, BATCH_AXES
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
+from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
 from meshtrain.parallel import sharding
 from meshtrain.program import Program
@@ -23,6 +24,7 @@ from meshtrain.state import TrainState
 from meshtrain.step import Scalars
 from meshtrain.tools.verify import (
     QUICK_LAYOUTS,
+    causes,
     certificate,
     check_without,
     layouts,
@@ -32,6 +34,7 @@ from meshtrain.tools.verify import (
 from meshtrain.tools.verify.case import STEPS, VerifyCase, program_of
 from meshtrain.tools.verify.certificate import Certificate, Result
 from meshtrain.tools.verify.jobs import Task, run_tasks
+from meshtrain.tools.verify.laws import agreement
 from meshtrain.tools.verify.laws import dropout as dropout_laws
 from meshtrain.tools.verify.laws import experts as expert_laws
 from meshtrain.tools.verify.laws import grad_sync as sync_laws
@@ -77,17 +80,24 @@ def verify(
             f"{len(rows)} layouts of {jax.device_count()} devices, {STEPS} steps each on "
             f"{case.global_batch} rows, compared with one device"
         )
+        results, violations = [], []
+        # A model that one device computes in different ways fails in most layouts: the cause first.
+        if not case.is_transformer:
+            of_model = laws_of_the_model(case, quick)
+            law_names = [name for name in law_names if name not in of_model]
+            violations = _disagreements(case, of_model, without)
+            if violations:
+                return _disagreement(case, rows, violations, without, log)
         tasks = [Task(check_law, name) for name in law_names]
         tasks += [Task(check_layout, row) for row in rows]
         tasks += [Task(check_precision, row) for row in low_rows]
-        results, violations = [], []
         with console.progress("verifying", len(tasks), stream="stdout") as advance:
             for outcome in run_tasks(case, tasks, 1 if model or data else jobs):
                 if isinstance(outcome, Result):
                     results.append(outcome)
                     log(certificate.summary_line(outcome))
                 else:
-                    faults = [fault for fault in outcome if not fault.startswith(tuple(without))]
+                    faults = _kept(outcome, without)
                     for fault in faults:
                         log(f"FAILED on one device: {fault}")
                     violations += faults
@@ -104,6 +114,53 @@ def verify(
         case.settings, case.raw, rows, without=without, left_out=left_out
     )
     return Certificate(case.name, TOLERANCE, tuple(violations), tuple(results), not_covered)
+
+
+def _kept(faults: Iterable[str], without: Iterable[str]) -> list[str]:
+    """Returns the faults, except those of checks that the user leaves out."""
+    return [fault for fault in faults if not fault.startswith(tuple(without))]
+
+
+def _disagreements(
+    case: VerifyCase, laws: Mapping[str, Callable[[], list[str]]], without: list[str]
+) -> list[str]:
+    """Returns the violations by a model of the user's, up to the first law that is violated."""
+    checks = [lambda: _agreement(case, without), *laws.values()]
+    if "packing" not in without:
+        checks.append(lambda: _violations({"packing": lambda: agreement.packing(case)}))
+    for check in checks:
+        faults = _kept(check(), without)
+        if faults:
+            return faults
+    return []
+
+
+def _agreement(case: VerifyCase, without: list[str]) -> list[str]:
+    try:
+        return agreement.violations(case, without)
+    except ConfigError:
+        raise
+    except Exception as error:  # any error of the model
+        line = certificate.describe_error(error) + causes.place_of_error(error)
+        return [f"rows: the model raises {line} for {agreement.NUM_ROWS} or 8 rows"]
+
+
+def _disagreement(
+    case: VerifyCase,
+    rows: list[Row],
+    violations: list[str],
+    without: list[str],
+    log: Callable[[str], None],
+) -> Certificate:
+    """Returns the certificate of a model that one device already computes in different ways."""
+    for fault in violations:
+        log(f"FAILED on one device: {fault}")
+    log(f"the {len(rows)} layouts were not compared: one device disagrees with itself")
+    left_out = [f"all {len(rows)} layouts: one device disagrees with itself"]
+    not_covered = certificate.not_covered(
+        case.settings, case.raw, [], without=without, left_out=left_out
+    )
+    return Certificate(case.name, TOLERANCE, tuple(violations), (), not_covered)
 
 
 def plan(
@@ -137,8 +194,15 @@ def laws(case: VerifyCase, *, quick: bool = False) -> dict[str, Callable[[], lis
     groups: dict[str, Callable[[], list[str]]] = {}
     if not quick:
         groups["runs"] = lambda: _violations(run_laws.laws(case))
-    single = _laws_of_the_trainer(case, quick) | _laws_of_the_model(case, quick)
-    for name, law in single.items():
+    for name, law in _laws_of_the_trainer(case, quick).items():
+        groups[name] = lambda name=name, law=law: _violations({name: law})
+    return groups | laws_of_the_model(case, quick)
+
+
+def laws_of_the_model(case: VerifyCase, quick: bool) -> dict[str, Callable[[], list[str]]]:
+    """Returns the laws of the model and of its data, by name."""
+    groups: dict[str, Callable[[], list[str]]] = {}
+    for name, law in _laws_of_the_model(case, quick).items():
         groups[name] = lambda name=name, law=law: _violations({name: law})
     if case.is_text:
         vocab_size = case.raw["model"].get("vocab_size")

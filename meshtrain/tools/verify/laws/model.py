@@ -1,6 +1,6 @@
 """Laws of the loss of a model and of its gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,41 +23,67 @@ SLOPE_TOLERANCE = 1e-6  # relative to the norm of the gradient
 
 
 def gradient(model: Model, params: Params, batch: Any) -> str | None:
-    """Law: along a random direction, each gradient is the central difference of the loss."""
-    leaves, tree = jax.tree.flatten(params)
-    random = np.random.default_rng(0)
-    directions = [random.normal(size=leaf.shape) for leaf in leaves]
-    directions = [direction / np.linalg.norm(direction) for direction in directions]
+    """Law: each gradient of the mean loss is its central difference; see `slope_fault`."""
+    paths_and_leaves, tree = jax.tree.flatten_with_path(params)
+    names = [certificate.name_of(path) for path, _ in paths_and_leaves]
+    measured = [
+        name for name, (path, _) in zip(names, paths_and_leaves, strict=True) if is_measured(path)
+    ]
 
     def mean(leaves):
         sums = reference_step.loss(model, jax.tree.unflatten(tree, leaves), batch)
         return sums.loss / sums.weight
 
-    def mean_moved(number, distance):
-        """Returns the mean with leaf `number` moved along its direction."""
-        pairs = enumerate(zip(leaves, directions, strict=True))
-        return mean([leaf + distance * (number == n) * d for n, (leaf, d) in pairs])
+    return slope_fault(mean, [leaf for _, leaf in paths_and_leaves], names, skip=measured)
 
-    def gradients_and_means(leaves):
+
+def slope_fault(
+    loss: Callable[[list[Any]], Any],
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    skip: Collection[str] = (),
+) -> str | None:
+    """Returns the first array whose gradient is not the central difference of the loss, or None.
+
+    The direction of each is halfway between its gradient, which shows a wrong size, and a random
+    direction, which shows a part that is missing.
+    """
+    random = np.random.default_rng(0)
+    noise = [_unit(random.normal(size=np.shape(leaf))) for leaf in leaves]
+
+    def slopes(leaves, noise):
+        grads = jax.grad(loss)(leaves)
+        directions = [_unit(_unit(grad) + one) for grad, one in zip(grads, noise, strict=True)]
+
+        def loss_moved(number, distance):
+            """Returns the loss with leaf `number` moved along its direction."""
+            moved = []
+            for n, (leaf, direction) in enumerate(zip(leaves, directions, strict=True)):
+                moved.append(leaf + distance * (number == n) * direction)
+            return loss(moved)
+
         numbers = jnp.arange(len(leaves)).repeat(2)
         distances = jnp.tile(jnp.array([-STEP, STEP]), len(leaves))
-        means = jax.lax.map(lambda move: mean_moved(*move), (numbers, distances))
-        return jax.grad(mean)(leaves), means
+        losses = jax.lax.map(lambda move: loss_moved(*move), (numbers, distances))
+        pairs = zip(grads, directions, strict=True)
+        return grads, jnp.stack([(grad * one).sum() for grad, one in pairs]), losses
 
-    grads, means = reference_step.run_compiled(gradients_and_means, leaves)
-    slopes = (means[1::2] - means[::2]) / (2 * STEP)
-    norm = np.sqrt(sum((leaf**2).sum() for leaf in grads))
-    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-    for path, grad, direction, slope in zip(paths, grads, directions, slopes, strict=True):
-        if is_measured(path):
-            continue
-        actual = (grad * direction).sum()
-        if not abs(actual - slope) <= SLOPE_TOLERANCE * norm:
+    grads, actual, losses = reference_step.run_compiled(slopes, list(leaves), noise)
+    expected = (losses[1::2] - losses[::2]) / (2 * STEP)
+    norm = np.sqrt(sum((grad**2).sum() for grad in grads))
+    for name, slope, wanted in zip(names, actual, expected, strict=True):
+        if name not in skip and not abs(slope - wanted) <= SLOPE_TOLERANCE * norm:
             return (
-                f"{certificate.name_of(path)}: directional derivative {actual:.9g}, "
-                f"but {slope:.9g} by central differences"
+                f"{name}: directional derivative {slope:.9g}, "
+                f"but {wanted:.9g} by central differences"
             )
     return None
+
+
+def _unit(array: Any) -> Any:
+    """Returns an array divided by its norm; zero stays zero."""
+    norm = (array**2).sum() ** 0.5
+    return array / (norm + (norm == 0))
 
 
 def decoder_of(c: Mapping[str, Any], batch: Batch) -> str | None:
