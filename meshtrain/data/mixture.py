@@ -3,6 +3,7 @@
 Both are functions of the index of a sample, so the position in the data is one number.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from meshtrain.data.source import Batch, Source, concatenate
 from meshtrain.errors import ConfigError
 
 BLOCK = 1 << 16  # samples; each source has exactly its share of every block
-SORTED_SIZE = 16  # `permute` sorts up to this size
+SORTED_SIZE = 1 << 16  # `permute` sorts up to this size
 
 
 def mix(
@@ -94,14 +95,16 @@ def _with_segments(batch: Batch) -> Batch:
 def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
     """Returns the images of `indices` under a pseudo-random permutation of range(n).
 
-    `indices` are int64, each below n <= 2^62. A four-round Feistel network on the smallest even
-    number of bits that holds n - 1; a result outside range(n) is permuted again until it lies
-    inside (cycle walking), which keeps it a permutation (Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002). Of 3 to SORTED_SIZE numbers, halves of 2 bits make some orders several
-    times as likely as others, so these are sorted by their hashes.
+    `indices` are int64, each below n <= 2^62. Up to SORTED_SIZE numbers are sorted by their hashes.
+    More would take too long to sort: they are permuted one by one, by a four-round Feistel network
+    on the smallest even number of bits that holds n - 1; a result outside range(n) is permuted
+    again until it lies inside (cycle walking), which keeps it a permutation (Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002). The network links one pair of numbers in about
+    sqrt(n), which shows in the statistics of thousands of orders: it permutes a power of 4 in even
+    permutations only, and the variance of their inversions is half as large again as it should be.
     """
     if 2 < n <= SORTED_SIZE:
-        return np.argsort(_hash(np.arange(n, dtype=np.uint64), key))[indices]
+        return _sorted_order(n, key)[indices]
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
     shift = np.uint64(half_bits)
@@ -115,6 +118,12 @@ def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
         result[outside] = (left << shift) | right
         outside = result >= np.uint64(n)
     return result.astype(np.int64)
+
+
+@functools.lru_cache(maxsize=16)  # samples are read a batch at a time
+def _sorted_order(n: int, key: int) -> np.ndarray:
+    """Returns range(n), sorted by the hashes of its numbers."""
+    return np.argsort(_hash(np.arange(n, dtype=np.uint64), key))
 
 
 def _hash(x: np.ndarray, key: int) -> np.ndarray:

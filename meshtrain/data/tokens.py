@@ -101,7 +101,7 @@ def build(
     check_tokenizers(corpora, vocab_size)
 
     sources = []
-    for corpus in corpora:
+    for number, corpus in enumerate(corpora):
         num_train = corpus.num_tokens - math.floor(to_12_digits(corpus.num_tokens * heldout))
         source = split_source(
             Split(
@@ -115,9 +115,11 @@ def build(
             seq_len=seq_len,
             vocab_size=vocab_size,
             seed=seed,
+            number=number,
         )
         sources.append(source)
     if mixture:
+        # The last number is odd: those of the sources' own orders are even.
         source = mix(sources, weights, lambda block: _shuffle_key(seed, block, 1))
     else:
         (source,) = sources
@@ -193,13 +195,29 @@ class Split(NamedTuple):
 
 
 def split_source(
-    split: Split, packing: str, *, separator: int, seq_len: int, vocab_size: int, seed: int
+    split: Split,
+    packing: str,
+    *,
+    separator: int,
+    seq_len: int,
+    vocab_size: int,
+    seed: int,
+    number: int = 0,
 ) -> Source:
-    """Returns the source of the rows of a split; the settings are those of `build`."""
+    """Returns the source of the rows of a split, which is source `number` of a mixture.
+
+    The other settings are those of `build`.
+    """
+
+    # Each source of a mixture has orders of its own. Else sources of the same size, perhaps the
+    # same texts in two languages, would all give their row i at the same time.
+    def order_key(epoch: int) -> int:
+        return _shuffle_key(seed, epoch, 2 * number)
+
     if packing == "best_fit":
-        read, size, kind = _packed_rows(split, seq_len, vocab_size, seed)
+        read, size, kind = _packed_rows(split, seq_len, vocab_size, order_key)
     else:
-        read, size, kind = _window_rows(split, seq_len, vocab_size, seed)
+        read, size, kind = _window_rows(split, seq_len, vocab_size, order_key)
     corpus, first, last = split.corpus, split.first, split.last
     documents = "" if separator >= 0 else "no document boundaries, "
     if corpus.document_starts is not None:
@@ -231,7 +249,9 @@ class _Rows(NamedTuple):
     kind: str  # for the description
 
 
-def _window_rows(split: Split, seq_len: int, vocab_size: int, seed: int) -> _Rows:
+def _window_rows(
+    split: Split, seq_len: int, vocab_size: int, order_key: Callable[[int], int]
+) -> _Rows:
     """Returns windows of `seq_len` + 1 tokens; the last of them is only a target."""
     corpus = split.corpus
     num_tokens = split.last - split.first
@@ -242,7 +262,7 @@ def _window_rows(split: Split, seq_len: int, vocab_size: int, seed: int) -> _Row
             f"window of data.seq_len={seq_len} + 1; use more text, a shorter seq_len, or another "
             f"data.heldout"
         )
-    order = _epoch_order(num_windows, seed)
+    order = _epoch_order(num_windows, order_key)
 
     def read(indices: np.ndarray) -> Batch:
         starts = split.first + seq_len * order(indices)
@@ -254,7 +274,9 @@ def _window_rows(split: Split, seq_len: int, vocab_size: int, seed: int) -> _Row
     return _Rows(read, num_windows, f"windows of {seq_len}")
 
 
-def _packed_rows(split: Split, seq_len: int, vocab_size: int, seed: int) -> _Rows:
+def _packed_rows(
+    split: Split, seq_len: int, vocab_size: int, order_key: Callable[[int], int]
+) -> _Rows:
     """Returns rows of complete documents."""
     corpus = split.corpus
     num_tokens = split.last - split.first
@@ -270,7 +292,7 @@ def _packed_rows(split: Split, seq_len: int, vocab_size: int, seed: int) -> _Row
         )
     packing = load_or_pack(corpus, split.first, split.last, seq_len)
     num_rows = len(packing.rows) - 1
-    order = _epoch_order(num_rows, seed)
+    order = _epoch_order(num_rows, order_key)
 
     def read(indices: np.ndarray) -> Batch:
         return read_rows(corpus, packing, order(indices), seq_len, vocab_size)
@@ -295,8 +317,11 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
 # ---- the order of the rows ----
 
 
-def _epoch_order(size: int, seed: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function from sample indices to rows; each epoch of `size` has its own shuffle."""
+def _epoch_order(size: int, order_key: Callable[[int], int]) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns a function from sample indices to rows.
+
+    Each epoch of `size` samples is shuffled with its own key, `order_key(epoch)`.
+    """
 
     @functools.lru_cache(maxsize=8)
     def rows_of_block(block: int) -> np.ndarray:
@@ -305,7 +330,7 @@ def _epoch_order(size: int, seed: int) -> Callable[[np.ndarray], np.ndarray]:
         rows = np.empty_like(within)
         for epoch in np.unique(epochs):
             selected = epochs == epoch
-            rows[selected] = permute(within[selected], size, key=_shuffle_key(seed, epoch))
+            rows[selected] = permute(within[selected], size, key=order_key(int(epoch)))
         return rows
 
     def order(indices: np.ndarray) -> np.ndarray:
@@ -320,5 +345,6 @@ def _epoch_order(size: int, seed: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _shuffle_key(seed: int, *numbers: int) -> int:
+    # A last number of 0 changes nothing: numpy fills the entropy with zeros.
     entropy = (seed, *map(int, numbers))
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])

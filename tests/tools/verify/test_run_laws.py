@@ -164,8 +164,8 @@ BUGS = {
     ),
     "the same order in each epoch": (
         (tokens, "_epoch_order"),
-        "_shuffle_key(seed, epoch)",
-        "_shuffle_key(seed, 0)",
+        "order_key(int(epoch))",
+        "order_key(0)",
         "epochs",
     ),
     "epochs that end at a block of samples": (
