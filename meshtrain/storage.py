@@ -468,6 +468,15 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
             raise
 
 
+def sync(path: Path) -> None:
+    """Flushes to disk the content of a file, or the entries of a folder, such as a renamed file."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def url_fault(key: str, path: str | Path) -> str:
     """Returns the fault of a path that is a URL: it would be a local folder `gs:`."""
     url = re.match(r"(\w{2,}):/", str(path))

@@ -73,6 +73,10 @@ def schedule_kill(kill_point: str, rng: random.Random) -> None:
     def before(original, *args, **options):
         die()
 
+    def after(original, *args, **options):
+        original(*args, **options)
+        die()
+
     def during(original, *args, **options):
         die_after(rng.uniform(0, 0.05))
         return original(*args, **options)
@@ -92,7 +96,7 @@ def schedule_kill(kill_point: str, rng: random.Random) -> None:
         "write": (AsyncWriter, "wait", during),
         "commit": (manifest, "commit", before),
         # The manifest is written, but the folder is not renamed yet.
-        "manifest": (manifest, "sync_folder", before),
+        "manifest": (manifest, "write", after),
         "rename": (manifest.os, "rename", before),
         "removal": (find.shutil, "rmtree", half_removed),
     }[kill_point]

@@ -248,6 +248,8 @@ def remove(path: Path) -> None:
         leftover = path.with_name(path.name + manifest.PARTIAL)
         shutil.rmtree(leftover, ignore_errors=True)  # a folder can only replace an empty one
         path = path.rename(leftover)
+        # Otherwise a power loss may undo the rename, and not the removal of the files.
+        storage.sync(path.parent)
     if path.is_symlink() or path.is_file():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -269,6 +271,7 @@ def remove_partial(folder: Path) -> list[str]:
 def quarantine(folder: Path, step: int) -> Path:
     """Moves a corrupt checkpoint to the quarantine folder and returns its new path."""
     (folder / QUARANTINE).mkdir(exist_ok=True)
+    storage.sync(folder)  # otherwise a power loss may keep the move to it alone
     source = folder / str(step)
     target = folder / QUARANTINE / str(step)
     number = 0
@@ -277,7 +280,8 @@ def quarantine(folder: Path, step: int) -> Path:
         target = folder / QUARANTINE / f"{step}.{number}"
     storage.workdir_at(source).move_objects(source, target)
     os.rename(source, target)
-    manifest.sync_folder(folder)
+    storage.sync(target.parent)
+    storage.sync(folder)
     return target
 
 

@@ -45,6 +45,7 @@ def held(workdir: Workdir) -> Iterator[Callable[[], None]]:
             created = [path for path in _contents(folder) if not path.exists()]
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                _sync_parents(folder)
                 fault = file_lock.acquire() or workdir.acquire_lock(console.say)
             except OSError as error:
                 is_named = error.filename not in (None, workdir.name)
@@ -81,6 +82,16 @@ def _contents(folder: Path) -> list[Path]:
     """Returns the paths that the start of a run creates, the innermost first."""
     names = (storage.LOCK, storage.CHECKPOINTS, "events.jsonl")
     return [*(folder / name for name in names), folder, *folder.parents]
+
+
+def _sync_parents(folder: Path) -> None:
+    """Flushes the entries of a folder and its parents to disk; the supervisor may have made them.
+
+    Otherwise a power loss would take all checkpoints, and the next start would begin at step 0.
+    """
+    for path in folder.absolute().parents:
+        with contextlib.suppress(OSError):  # some can be passed, but not read
+            storage.sync(path)
 
 
 def _remove(created: list[Path]) -> None:

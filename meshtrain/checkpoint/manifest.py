@@ -110,9 +110,9 @@ def commit(folder: Path, step: int, **fields: Any) -> Manifest:
     manifest = Manifest(step=step, files=files, chunks=chunks, **fields)
     write(written, manifest)
     for directory in {written, *(path.parent for path in written.rglob("*"))}:
-        sync_folder(directory)
+        storage.sync(directory)
     os.rename(written, folder / str(step))
-    sync_folder(folder)
+    storage.sync(folder)
     workdir.publish(folder / str(step), manifest.files.keys())
     return manifest
 
@@ -134,21 +134,12 @@ def write(directory: Path, manifest: Manifest) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
-    sync_folder(directory)
+    storage.sync(directory)
 
 
 def checksum(value: Any) -> str:
     """Returns the CRC-32 of a value as JSON."""
     return f"{isal_zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode()):08x}"
-
-
-def sync_folder(directory: Path) -> None:
-    """Flushes the entries of a folder to disk, such as a renamed file."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---- reading ----

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain import foreign
+from meshtrain import foreign, storage
 from meshtrain.checkpoint.find import workdir_of
 from meshtrain.data import prepared, tokenizer
 from meshtrain.errors import ConfigError
@@ -108,6 +108,8 @@ def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None
             # What belongs to another tokenizer, such as ids of special tokens, is not copied.
             fitting = with_tokenizer(sources, tokenizer.digest_of(source))
             copy_files([source, *fitting], new, [*named_files, *FILES, HUGGINGFACE_CONFIG])
+        for path in (*new.iterdir(), new):
+            storage.sync(path)
         shutil.rmtree(target, ignore_errors=True)
         new.rename(target)
     except OSError as error:

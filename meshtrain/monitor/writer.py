@@ -451,13 +451,20 @@ def check_outputs(folder: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces a file atomically. Raises ConfigError if it cannot be written."""
+    """Replaces a file: after a crash or a power loss it is the new one or the old one.
+
+    Raises ConfigError if it cannot be written.
+    """
     new = path.with_name(path.name + ".new")
     try:
-        path.parent.mkdir(exist_ok=True)
+        if not path.parent.exists():
+            path.parent.mkdir()
+            storage.sync(path.parent.parent)
         new.unlink(missing_ok=True)  # it may be a link
         new.write_text(text, encoding="utf-8")
+        storage.sync(new)
         os.replace(new, path)
+        storage.sync(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink()
@@ -468,8 +475,4 @@ def sync_tables(folder: Path) -> None:
     """Flushes the tables and their folder to disk; a failure does not stop the run."""
     for path in (*(folder / name for name in TABLES), folder):
         with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            storage.sync(path)
