@@ -204,9 +204,9 @@ class Saver:
         # Process 0 alone looks for it, so that all resume from the same one.
         step = distributed.on_first_process(lambda: self._find_newest(from_scratch))
         self._newest_step = -1 if step is None else step
-        self._failures = 0
         if step is None:
             return None
+        self._failures = 0  # of saves of a state that a rollback leaves
         directory = self._folder / str(step)
         if distributed.process_id() > 0:
             self._workdir.refresh(directory)  # process 0 may have rewritten the manifest

@@ -175,11 +175,11 @@ class LossMonitor:
         """
         if self.failure is not None:
             self._end(*self.failure)
-        if not is_finished:
+        if not is_finished or not metrics.get("skipped"):
             return
         # With a loss scale (float16) gradients overflow now and then: then the scale is halved.
         is_normal = "loss_scale" in metrics and math.isfinite(metrics.get("loss", math.nan))
-        if metrics.get("skipped") and not is_normal:
+        if not is_normal:
             self._end(step, metrics, self._skips)
 
     def _end(self, step: int, metrics: Mapping[str, Any], skips: float) -> None:

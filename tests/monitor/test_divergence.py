@@ -182,6 +182,11 @@ def test_a_last_step_whose_float16_gradients_overflow_is_no_failure(tmp_path, ca
         train(c, model=fit(), data=data)
 
 
+def test_a_float16_run_may_end_with_a_batch_without_weight():
+    metrics = {"loss": None, "grad_norm": 0.0, "skipped": 0, "loss_scale": 16.0}
+    monitor().check_end(3, metrics, is_finished=True)
+
+
 def test_a_spike_is_logged(tmp_path, capsys):
     data = batches(70)
     data[60]["y"] = data[60]["y"] * 1000
