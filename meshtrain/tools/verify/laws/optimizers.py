@@ -19,7 +19,7 @@ from meshtrain.tools.verify.reference.optimizers import Leaf
 
 # ---- learning rates ----
 
-NUM_STEPS = 20
+NUM_STEPS = 23  # of which a fifth, to decay, is no integer
 FAR_BEYOND = (NUM_STEPS, NUM_STEPS + 1, 10 * NUM_STEPS, 10**6, 2**31 - 1)
 
 

@@ -179,11 +179,6 @@ def schedule_free_adamw(
     return (1 - b1) * z + b1 * x, new_state
 
 
-def averages(param: np.ndarray, state: State, c: Section) -> np.ndarray:
-    """Returns x of schedule-free AdamW, the parameters to evaluate and to use."""
-    return (param - (1 - c["b1"]) * state["z"]) / c["b1"]
-
-
 # By `optim.build`.
 OPTIMIZERS: dict[str, Callable[..., tuple[np.ndarray, State]]] = {
     "meshtrain.optim.base:adamw": adamw,
