@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from meshtrain.config.schema import OptimConfig
@@ -105,3 +106,46 @@ def test_steps_equal_numpy_with_clipping_and_skipped_and_empty_batches(clip_norm
         )
     assert state.step == len(WEIGHTS)
     assert clipped == ({False} if clip_norm == math.inf else {False, True})
+
+
+def test_what_a_model_measures_is_neither_clipped_nor_updated_and_stays_in_an_empty_batch(x64):
+    """Its gradient is the measurement, which counts neither for the norm nor for the moments."""
+
+    def grad_fn(params, batch, key, scale, residual):
+        grads, weight = batch
+        return grads, Metrics(weight, weight), residual
+
+    def measure(params, grads):
+        load = grads["measured"]["load"]
+        return {**params, "measured": {"load": 10 * load}}, {"largest": load.max()}
+
+    optimizer = optim.adamw(lambda step: 0.1, **HYPER)
+    step = jax.jit(
+        make_train_step(
+            grad_fn, optimizer, lambda step: 0.1, clip_norm=1.0, seed=0, measure=measure
+        )
+    )
+    params = {"kernel": np.array([1.0, 2.0]), "measured": {"load": np.array([5.0, 6.0])}}
+    state = TrainState(jnp.int32(0), params, optimizer.init(params))
+    grads = {"kernel": np.array([2.0, 0.0]), "measured": {"load": np.array([200.0, 400.0])}}
+    after, scalars = step(state, (grads, 4.0))
+    np.testing.assert_array_equal(after.params["measured"]["load"], [500.0, 1000.0])
+    assert (scalars["grad_norm"], scalars["largest"]) == (0.5, 100.0)
+    expected, _ = reference.adamw(
+        reference.Leaf((None,), (2,)),
+        params["kernel"],
+        grads["kernel"] / 4,
+        {},
+        HYPER,
+        rate=0.1,
+        decay=HYPER["weight_decay"],
+    )
+    np.testing.assert_allclose(after.params["kernel"], expected, rtol=1e-12)
+    for moment in ("mu", "nu"):
+        stored = optax.tree.get(after.opt_state, moment)
+        assert not np.any(stored["measured"]["load"]) and np.any(stored["kernel"])
+
+    nothing = jax.tree.map(np.zeros_like, grads)
+    last, scalars = step(after, (nothing, 0.0))
+    np.testing.assert_array_equal(last.params["measured"]["load"], [500.0, 1000.0])
+    assert np.isnan(scalars["largest"]) and np.isnan(scalars["loss"]) and not scalars["skipped"]

@@ -126,7 +126,10 @@ class Supervisor:
             if missing:
                 self._log(missing, error=True)
                 return self._conclude(Outcome(EXIT_PREEMPTED if self._signals else EXIT_FAILED))
-            counts = _remove_processes(self._num_processes(remotes), num_left_out)
+            available = self._num_processes(remotes)
+            if min_nproc is not None:  # hosts that are missing leave out processes too
+                num_left_out = min(num_left_out, max(0, sum(available) - min_nproc))
+            counts = _remove_processes(available, num_left_out)
             outcome = self._run_attempt(remotes, counts)
             if outcome.code == 0 or self._signals:
                 return self._conclude(outcome)

@@ -12,7 +12,7 @@ import numpy as np
 
 BATCH = 2  # samples of a batch
 FIRST_SCALE = 16.0  # of the loss
-WARM_UP = 4  # losses without a spike; 50 in a run, too many for short stories
+WARM_UP = 3  # losses without a spike; 50 in a run, too many for short stories
 FIRST_RETRY = 5.0  # seconds after a failed save; twice as many after each further one
 LAST_TRIES = 4  # of the save at the end
 MAX_ROLLBACKS = 3
@@ -164,6 +164,11 @@ class PromisedRun:
 
     def batch(self, number: int) -> Batch:
         return self.batches.get(number, Batch())
+
+    def position_to_resume(self) -> int:
+        """Returns the batch with which the next start begins, unless checkpoints are damaged."""
+        newest = self.checkpoints.get(max(self.checkpoints, default=-1))
+        return newest.position if newest else 0
 
     # ---- a start ----
 

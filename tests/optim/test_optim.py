@@ -89,8 +89,9 @@ def test_adamw_equals_its_formula_and_decays_only_the_selected_parameters(x64):
 
 def test_every_schedule_follows_its_formula_far_beyond_its_end(x64):
     section = default.get_config().optim.to_dict()
-    for changes in ({}, {"final_fraction": 0.0, "decay_fraction": 0.0}, {"decay_fraction": 1.0}):
-        assert optimizer_laws.schedule({**section, **changes}) is None
+    for decay_fraction, final_fraction in ((0.2, 0.1), (0.1, 0.3), (0.0, 0.0), (1.0, 1.0)):
+        section |= {"decay_fraction": decay_fraction, "final_fraction": final_fraction}
+        assert optimizer_laws.schedule(section) is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,12 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshtrain.config.build import RunParts, build, build_model, optimizer_builder
+from meshtrain.config.build import (
+    RunParts,
+    adapted,
+    build,
+    build_model,
+    optimizer_builder,
+)
 from meshtrain.config.parse import parse
-from meshtrain.config.schema import AXES, BATCH_AXES, MeshConfig
+from meshtrain.config.schema import AXES, BATCH_AXES, AdapterConfig, Config, MeshConfig
 from meshtrain.data import synthetic
 from meshtrain.data.source import Batch, Source, to_batch
 from meshtrain.errors import ConfigError
+from meshtrain.models import lora_layer, trees
 from meshtrain.models.base import Model, Params
 from meshtrain.models.transformer_config import VOCAB_MULTIPLE
 from meshtrain.ops.losses import MIB
@@ -25,8 +32,11 @@ from meshtrain.optim import base as optim
 from meshtrain.parallel import sharding
 from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState
+from meshtrain.tools.verify import adapters
 from meshtrain.tools.verify.pairwise import Row
+from meshtrain.tools.verify.reference import adapter as reference_adapter
 from meshtrain.tools.verify.reference import step as reference_step
+from meshtrain.tools.verify.reference.adapter import Adapter
 
 # Two layers in each of three chunks on each of four stages; in `VerifyCase.shallow`, in each of
 # four chunks. Both are extended to a multiple of the length of the attention pattern.
@@ -72,8 +82,11 @@ class VerifyCase:
         self.must_predict_next_token = own_data and self.is_text
         self.schedule = optim.make_schedule(cfg.optim, steps=cfg.train.steps)
         self.optimizer = parts.make_optimizer(self.schedule)
-        # By packing, masks and dropout.
-        self._steps: dict[tuple[bool, bool, bool], list[reference_step.Step]] = {}
+        # What layouts train, by the name of the adapter.
+        choices = adapters.choices(self.settings, self.model)
+        self.adapters = {name: AdapterCase(self, adapter) for name, adapter in choices.items()}
+        # By packing, masks, dropout and adapter.
+        self._steps: dict[tuple[bool, bool, bool, str | None], list[reference_step.Step]] = {}
 
     @cached_property
     def shallow(self) -> "VerifyCase":
@@ -101,9 +114,7 @@ class VerifyCase:
     @cached_property
     def clip_norm(self) -> float:
         """Half of the first gradient norm, so that clipping has an effect."""
-        _, (batch, *_) = self.batches(packing=False, masks=False)
-        _, opt_state = self.start.opt_state
-        return float(self._step(0, self.start.params, opt_state, batch).norm) / 2
+        return self.adapters[adapters.NONE].clip_norm
 
     @cached_property
     def abstract_params(self) -> Params:
@@ -126,36 +137,40 @@ class VerifyCase:
         """
         return self.rows is not None and not self.raw["model"].get("capacity_factor")
 
-    def steps(self, *, packing: bool, masks: bool, dropout: bool) -> list[reference_step.Step]:
+    def steps(
+        self,
+        *,
+        packing: bool,
+        masks: bool,
+        dropout: bool,
+        adapter: str | None = adapters.NONE,
+    ) -> list[reference_step.Step]:
         """Returns the expected steps on one device, with each document in a separate row.
 
         With dropout rows stay as they are: its masks depend on the position in the row.
         """
-        variant = packing, masks, dropout
+        variant = packing, masks, dropout, adapter
         if variant not in self._steps:
             samples, batches = self.batches(packing=packing, masks=masks)
             if dropout:
                 with_keys = partial(reference_step.with_row_keys, self.cfg.train.seed)
                 batches = map(with_keys, range(STEPS), self._split(samples))
-            params = self.start.params
-            _, opt_state = self.start.opt_state
+            adapted_case = self.adapters[adapter]
+            state = adapted_case.start
+            params, (_, opt_state) = state.params, state.opt_state
             steps = []
             for number, batch in enumerate(batches):
-                step = self._step(number, params, opt_state, batch, self.clip_norm)
+                clip_norm = adapted_case.clip_norm
+                step = adapted_case.step(number, params, opt_state, batch, clip_norm)
                 params, opt_state = step.params, step.opt_state
                 steps.append(step)
             self._steps[variant] = steps
         return self._steps[variant]
 
     @cached_property
-    def _compiled_step(self) -> Any:
-        return jax.jit(reference_step.make_step(self.model, self.optimizer, self.schedule))
-
-    def _step(
-        self, number: int, params: Params, opt_state: Any, batch: Any, clip_norm: float = np.inf
-    ) -> reference_step.Step:
-        step = self._compiled_step(np.int32(number), params, opt_state, batch, clip_norm)
-        return jax.device_get(step)
+    def gradients(self) -> Callable:
+        """The compiled function (params, batch) -> sums, gradients of the model itself."""
+        return jax.jit(reference_step.make_gradients(self.model))
 
     def batches(self, *, packing: bool, masks: bool) -> tuple[Any, list[Any]]:
         """Returns the samples of all steps; for each step, its batch with one document per row."""
@@ -195,6 +210,91 @@ class VerifyCase:
         ]
 
 
+class AdapterCase:
+    """What an adapter makes of a case: its model, its first state and its steps on one device."""
+
+    def __init__(self, case: VerifyCase, adapter: Adapter):
+        self.case, self.adapter = case, adapter
+
+    @cached_property
+    def model(self) -> Model:
+        return adapted(self.case.model, with_adapter(self.case.cfg, self.adapter))
+
+    @cached_property
+    def initial_params(self) -> Params:
+        """The first parameters of a run with this adapter."""
+        params = self.case.start.params
+        if not self.adapter.rank:
+            return params
+
+        def new_params(key: jax.Array) -> Params:
+            return trees.matching(self.model.init(key), lora_layer.is_low_rank)
+
+        train = self.case.cfg.train
+        found = reference_step.run_compiled(new_params, jax.random.key(train.seed))
+        found = jax.tree.map(lambda leaf: leaf.astype(train.param_dtype), found)
+        return trees.merge(params, found)
+
+    @cached_property
+    def start(self) -> TrainState:
+        """The state before the first step; its optimizer state also holds the gradients.
+
+        B is not zero, as it is in `initial_params`: the gradient of A would be zero.
+        """
+        if self.adapter == Adapter():
+            return self.case.start
+        random = np.random.default_rng(0)
+
+        def fill(path, leaf):
+            is_b = path[-1].key == reference_adapter.B
+            return random.normal(0, 0.05, leaf.shape).astype(leaf.dtype) if is_b else leaf
+
+        params = jax.tree.map_with_path(fill, self.initial_params)
+        trained = reference_adapter.trained_part(params, self.adapter)
+        opt_state = jax.device_get(keep_gradients(self._optimizer).init(trained))
+        return self.case.start._replace(params=params, opt_state=opt_state)
+
+    @cached_property
+    def clip_norm(self) -> float:
+        """Half of the first gradient norm, so that clipping has an effect."""
+        _, (batch, *_) = self.case.batches(packing=False, masks=False)
+        params, (_, opt_state) = self.start.params, self.start.opt_state
+        return float(self.step(0, params, opt_state, batch, np.inf).norm) / 2
+
+    def step(
+        self, number: int, params: Params, opt_state: Any, batch: Any, clip_norm: float
+    ) -> reference_step.Step:
+        """Returns the expected step `number`, of these parameters and this optimizer state."""
+        if self.adapter.dropout and getattr(batch, "row_keys", None) is not None:
+            # A product A B has no place for it; laws/model.py compares this model with formulas.
+            sums, grads = jax.device_get(self._gradients(params, batch))
+        else:
+            merged = reference_adapter.merged(params, self.adapter.scale)
+            sums, grads = jax.device_get(self.case.gradients(merged, batch))
+            grads = reference_adapter.gradients(grads, params, self.adapter.scale)
+        grads = reference_adapter.trained_part(grads, self.adapter)
+        step = self._update(np.int32(number), params, opt_state, sums, grads, clip_norm)
+        return jax.device_get(step)
+
+    @cached_property
+    def _gradients(self) -> Callable:
+        """The compiled function (params, batch) -> sums, gradients of the adapted model."""
+        return jax.jit(reference_step.make_gradients(self.model))
+
+    @cached_property
+    def _update(self) -> Callable:
+        """The compiled update of a step."""
+        return jax.jit(
+            reference_step.make_update(
+                self.case.model, self._optimizer, self.case.schedule, self.adapter
+            )
+        )
+
+    @cached_property
+    def _optimizer(self) -> optax.GradientTransformation:
+        return optimizer_builder(self.case.cfg, self.model)(self.case.schedule)
+
+
 def _check_unchanged(raw: dict[str, Any], model: Model | None) -> None:
     """Raises ConfigError for mistakes in the user's config on any number of devices."""
     cfg = parse(raw)
@@ -209,7 +309,10 @@ def program_of(case: VerifyCase, row: Row) -> Program:
     """Returns the trainer's program for a layout; its optimizer state also holds the gradients."""
     raw = copy.deepcopy(case.raw)
     raw["mesh"] = {axis: row.get(axis, 1) for axis in AXES}
-    raw["optim"]["clip_norm"] = case.clip_norm
+    name = row.get("adapter", adapters.NONE)
+    # In low precision `case.clip_norm` is infinite.
+    is_full = name == adapters.NONE
+    raw["optim"]["clip_norm"] = case.clip_norm if is_full else case.adapters[name].clip_norm
     for key in ("zero_stage", "num_microbatches", "remat", "unroll"):
         if key in row:
             raw["train"][key] = row[key]
@@ -229,10 +332,20 @@ def program_of(case: VerifyCase, row: Row) -> Program:
         raw["model"]["loss_chunk_mib"] = _loss_chunk_mib(case, raw, row["loss_chunks"])
     cfg = parse(raw, num_devices=jax.device_count())
     model = case.model if raw["model"] == case.raw["model"] else build_model(cfg)
+    if not is_full:
+        cfg = with_adapter(cfg, case.adapters[name].adapter)
+        model = adapted(model, cfg)
     make_optimizer = optimizer_builder(cfg, model)
     model = dataclasses.replace(model, row_keys=bool(row.get("dropout")))
     parts = RunParts(model, lambda schedule: keep_gradients(make_optimizer(schedule)))
     return assemble(cfg, parts)
+
+
+def with_adapter(cfg: Config, adapter: Adapter) -> Config:
+    """Returns the settings of a run that trains what `adapter` says."""
+    section = AdapterConfig(adapter.rank, adapter.alpha, adapter.targets, adapter.dropout)
+    train = dataclasses.replace(cfg.train, trainable=adapter.trainable)
+    return dataclasses.replace(cfg, adapter=section, train=train)
 
 
 def _loss_chunk_mib(case: VerifyCase, raw: Mapping[str, Any], num_chunks: int) -> float:
@@ -321,7 +434,7 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
 
     Attention and loss are computed in one block, and there is dropout; the layouts vary that.
     """
-    # The laws are those of the model itself; tests/models/test_adapter.py has those of an adapter.
+    # The layouts vary what is trained, and the laws of the model do.
     raw["adapter"]["rank"] = 0
     raw["train"]["trainable"] = "*"
     if raw["data"]["build"] in synthetic.FILES_BUILDS:

@@ -170,6 +170,11 @@ def not_covered(
         lines.append(f"train.dtype={dtype}; no layout was verified in it")
     if not any(row.get("dropout") for row in rows):
         lines.append("dropout; no layout was verified with it")
+    low_rows = [row for row in rows if is_low_precision(row)]
+    if not any(row.get("adapter") for row in rows):
+        lines.append("adapters; no layout was verified with one")
+    elif low_rows and not any(row.get("adapter") for row in low_rows):
+        lines.append("adapters in low precision; they were verified in float64")
     if not any(row.get("attention_impl") == "cudnn" for row in rows):
         lines.append("cuDNN's attention kernels, which run on NVIDIA GPUs in bfloat16 and float16")
     platforms = {"cpu": "GPU and TPU", "gpu": "CPU and TPU", "tpu": "CPU and GPU"}
@@ -177,7 +182,7 @@ def not_covered(
         f"XLA's compilers for {platforms.get(device.platform, 'other devices')}; "
         f"run verify --here on those devices"
     )
-    if not any(is_low_precision(row) for row in rows) or device.platform == "cpu":
+    if not low_rows or device.platform == "cpu":
         lines.append(
             "kernels and rounding of the devices that will train; run verify --here on them"
         )
@@ -211,6 +216,7 @@ _WORDS = {
     "loss_chunks": "{} loss chunks",
     "unroll": "unroll {}",
     "sync_pattern": "{} sums",
+    "adapter": "adapter {}",
 }
 
 # What `describe` writes by itself.
@@ -273,6 +279,11 @@ def compare(
     differences, fault = {}, None
     for kind, tree in actual.items():
         leaves = jax.tree.leaves_with_path(expected[kind])
+        names = {name_of(path) for path, _ in leaves}
+        differing = sorted(names ^ {name_of(path) for path, _ in jax.tree.leaves_with_path(tree)})
+        if differing:
+            is_here = "not expected" if differing[0] not in names else "missing"
+            return {**differences, kind: math.inf}, f"{kind} {differing[0]}: is {is_here} here"
         largest = max(np.abs(leaf).max() for _, leaf in leaves)
         differences[kind] = 0.0
         for (path, wanted), value in zip(leaves, jax.tree.leaves(tree), strict=True):

@@ -12,6 +12,7 @@ from meshtrain.config import checks
 from meshtrain.config.schema import AXES, CONTEXT_METHODS, KEEP, SYNC_PATTERNS, MeshConfig
 from meshtrain.parallel.sharding import ZERO_AXES
 from meshtrain.schedules import SCHEDULES
+from meshtrain.tools.verify import adapters
 from meshtrain.tools.verify.case import VerifyCase
 from meshtrain.tools.verify.pairwise import Row, pairwise
 
@@ -64,11 +65,20 @@ def _factors(case: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
         switch("loss_scale"),
         switch("dropout", case.model.row_keys),
         [{"sync_pattern": name} for name in SYNC_PATTERNS],
+        _adapters(case),
     ]
     if case.is_transformer and "attention_impl" in model:
         factors.append([{"attention_impl": name} for name in ATTENTION_IMPLS])
         factors.append([{"loss_chunks": number} for number in LOSS_CHUNKS])
     return factors
+
+
+def _adapters(case: VerifyCase) -> list[Row]:
+    """Returns the adapters; between them nothing is adapted, as a layout has all gradients then."""
+    levels = [{"adapter": adapters.NONE}]
+    for name in [name for name in case.adapters if name != adapters.NONE]:
+        levels += [{"adapter": adapters.NONE}, {"adapter": name}]
+    return levels
 
 
 def _bases(case: VerifyCase) -> list[Row]:

@@ -50,6 +50,7 @@ def verify_here(
     with jax.enable_x64(True):
         case = VerifyCase(raw, model, data, keep_sizes=True)
         fixed: dict[str, Any] = {"masks": case.is_text, "loss_scale": False, "dropout": False}
+        fixed["adapter"] = None
         if model is None and "attention_impl" in raw["model"]:
             packed = case.rows is not None and "packing" not in without
             text = _describe_attention(case, configured["model"], dtype, packed=packed)

@@ -1,9 +1,13 @@
-"""Varies the `model` section of a transformer, for the comparison with the reference model."""
+"""Varies the `model` section of a transformer, for the comparison with the reference model.
+
+Some of the sections also have an adapter, which is no key of `model`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from meshtrain.tools.verify.pairwise import Row, pairwise
+from meshtrain.tools.verify.reference.adapter import Adapter
 
 LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
 
@@ -11,15 +15,22 @@ LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
 YARN = ("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)
 DYNAMIC = ("dynamic", 4.0, 8)
 
+ADAPTER = "adapter"  # key of the adapter in a section; None without one
+ADAPTERS = (
+    Adapter(2, 7.0, ("layers/attention/*",)),
+    Adapter(3, 5.0, ("*",), dropout=0.3),
+)
+
 # Implementations of attention with several blocks, and what `--quick` tries together with each of
 # them.
 BLOCKS = {
-    "xla:5": {"positions": "rope", "rope_scaling": LLAMA3, "dropout": 0.0},
+    "xla:5": {"positions": "rope", "rope_scaling": LLAMA3, "dropout": 0.0, ADAPTER: ADAPTERS[0]},
     "blockwise:5": {
         "positions": "learned",
         "rope_scaling": (),
         "embed_scale": 2.0,
         "dropout": 0.2,
+        ADAPTER: ADAPTERS[1],
     },
 }
 NUM_QUICK = 1 + len(BLOCKS)
@@ -112,6 +123,7 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
         choice("head_dim", 0, 6),
         choice("attention_impl", "xla", *BLOCKS),
         choice("loss_chunk_mib", 0.0, _mib(tokens=30)),
+        choice(ADAPTER, None, *ADAPTERS),
     ]
 
 
@@ -162,4 +174,4 @@ def describe(c: Mapping[str, Any]) -> str:
     keys = {key for factor in _choices(c) for row in factor for key in row}
     if c["kv_lora_rank"]:
         keys |= LATENT.keys()
-    return ", ".join(f"{key}={c[key]}" for key in sorted(keys))
+    return ", ".join(f"{key}={c.get(key)}" for key in sorted(keys))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshtrain import console
 from meshtrain import state as states
@@ -17,7 +18,7 @@ from meshtrain.config.schema import AXES, BATCH_AXES
 from meshtrain.data.loader import Loader
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import ConfigError
-from meshtrain.models.base import Model
+from meshtrain.models.base import Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.program import Program
 from meshtrain.state import TrainState
@@ -31,7 +32,7 @@ from meshtrain.tools.verify import (
     precision,
     variants,
 )
-from meshtrain.tools.verify.case import STEPS, VerifyCase, program_of
+from meshtrain.tools.verify.case import STEPS, AdapterCase, VerifyCase, program_of
 from meshtrain.tools.verify.certificate import Certificate, Result
 from meshtrain.tools.verify.jobs import Task, run_tasks
 from meshtrain.tools.verify.laws import agreement
@@ -172,7 +173,7 @@ def plan(
     if quick:
         rows = rows[:QUICK_LAYOUTS]
     else:
-        fixed = {"masks": case.is_text, "loss_scale": False, "dropout": False}
+        fixed = {"masks": case.is_text, "loss_scale": False, "dropout": False, "adapter": None}
         for row in rows[:NUM_LOW_PRECISION]:
             for dtype in ("bfloat16", "float16"):
                 low_rows.append({**row, "dtype": dtype, **fixed})
@@ -305,8 +306,9 @@ def _compare(
     """Adds the largest difference of each kind to `differences`; returns the first fault."""
     packing, masks, dropout = row["packing"], row["masks"], bool(row.get("dropout"))
     samples, _ = case.batches(packing=packing, masks=masks)
-    evaluated, *_ = case.steps(packing=packing, masks=masks, dropout=False)
-    expected_steps = case.steps(packing=packing, masks=masks, dropout=dropout)
+    adapter = row.get("adapter")
+    evaluated, *_ = case.steps(packing=packing, masks=masks, dropout=False, adapter=adapter)
+    expected_steps = case.steps(packing=packing, masks=masks, dropout=dropout, adapter=adapter)
     zero_gradients = certificate.zero_gradient_names(expected_steps[0].grads)
     batches = _load(case, program, samples)
 
@@ -320,7 +322,7 @@ def _compare(
             differences[kind] = max(difference, differences.get(kind, 0.0))
         return fault
 
-    start, step_program = case.start, program
+    start, step_program = case.adapters[adapter].start, program
     if row.get("loss_scale"):  # as for float16; a power of two, so the results must not change
         start = start._replace(loss_scale=states.start_loss_scale())
         step_program = _with_loss_scale(program)
@@ -330,7 +332,8 @@ def _compare(
         step = step_program.compile(batches[0])
 
         initial = jax.device_get(program.initial_state(case.raw["train"]["seed"]).params)
-        fault = record({"start": initial}, {"start": case.start.params}, INITIAL_TOLERANCE)
+        expected_initial = case.adapters[adapter].initial_params
+        fault = record({"start": initial}, {"start": expected_initial}, INITIAL_TOLERANCE)
 
         state = jax.device_put(start, states.shardings_of(step_program.abstract_state))
         metrics = evaluate(state.params, batches[0])
@@ -344,9 +347,20 @@ def _compare(
             host_state, host_scalars = jax.device_get((state, scalars))
             actual_values = _values(host_state, host_scalars, expected.means)
             fault = record(actual_values, _expected_values(number, expected))
+            fault = fault or _frozen_fault(case.adapters[adapter], host_state.params)
             if fault:
                 fault = f"step {number}: {fault}"
     return fault
+
+
+def _frozen_fault(adapted: AdapterCase, params: Params) -> str | None:
+    """Returns a message if a parameter that is not trained has changed in any bit."""
+    before = jax.tree.leaves_with_path(adapted.start.params)
+    for (path, first), leaf in zip(before, jax.tree.leaves(params), strict=True):
+        name = certificate.name_of(path)
+        if not adapted.adapter.trains(name) and first.tobytes() != np.asarray(leaf).tobytes():
+            return f"parameters {name}: changed, but are frozen"
+    return None
 
 
 def _load(case: VerifyCase, program: Program, samples: Any) -> list[Any]:
@@ -404,20 +418,23 @@ def _sharding_fault(program: Program, zero_stage: int) -> str | None:
         return f"rows of the batch are sharded over {batch_axes}, not over {BATCH_AXES}"
 
     state = program.abstract_state
-    # Each tree, and the first ZeRO stage that shards it.
-    trees = (
-        ("parameters", 3, states.shardings_of(state.params)),
-        ("gradients", 2, program.grad_shardings),
-        ("moments", 1, states.shardings_of(state.opt_state[0])),
-    )
-    leaves = jax.tree.leaves_with_path(state.params)
-    dims_of_leaves = jax.tree.leaves(
+    dims_by_name = {}
+    for path, dims in jax.tree.leaves_with_path(
         program.model.axes, is_leaf=lambda node: isinstance(node, tuple)
+    ):
+        dims_by_name[certificate.name_of(path)] = dims
+    # Each tree with its shardings, and the first ZeRO stage that shards it.
+    moments = state.opt_state[0]
+    trees = (
+        ("parameters", 3, state.params, states.shardings_of(state.params)),
+        ("gradients", 2, moments, program.grad_shardings),
+        ("moments", 1, moments, states.shardings_of(moments)),
     )
-    for kind, first_stage, shardings in trees:
-        for (path, leaf), dims, leaf_sharding in zip(
-            leaves, dims_of_leaves, jax.tree.leaves(shardings), strict=True
+    for kind, first_stage, leaves, shardings in trees:
+        for (path, leaf), leaf_sharding in zip(
+            jax.tree.leaves_with_path(leaves), jax.tree.leaves(shardings), strict=True
         ):
+            dims = dims_by_name[certificate.name_of(path)]
             expected = _expected_axes(dims, leaf.shape, program.rules, sizes)
             if zero_stage < first_stage:
                 expected -= {*sharding.ZERO_AXES}

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import numpy as np
 
 from meshtrain.tools.verify import certificate
 from meshtrain.tools.verify.certificate import Certificate, Result, describe
@@ -70,6 +71,20 @@ def test_not_covered_names_what_a_verification_leaves_out():
     assert "more than 8 devices (cpu), more than 1 process" in page
     assert f"other versions than jax {jax.__version__}" in page
     assert "dropout; no layout was verified with it" in page
-    here = ROW | {"dtype": "float32", "attention_impl": "cudnn", "dropout": True}
+    assert "adapters; no layout was verified with one" in page
+    here = ROW | {"dtype": "float32", "attention_impl": "cudnn", "dropout": True, "adapter": "own"}
     same = "\n".join(certificate.not_covered(configured, configured, [here]))
     assert not any(words in same for words in ("larger sizes", "no layout", "cuDNN", "left out"))
+    rows = [ROW | {"adapter": "rank 2"}, here | {"adapter": None}]
+    some = "\n".join(certificate.not_covered(configured, configured, rows))
+    assert "adapters in low precision" in some and "adapters" not in same
+
+
+def test_trees_of_other_leaves_are_reported_by_name():
+    """Such as the moments of a parameter that should be frozen."""
+    first, second = {"a": np.ones(2)}, {"a": np.ones(2), "b": np.ones(2)}
+    for actual, expected, text in ((second, first, "not expected"), (first, second, "missing")):
+        _, fault = certificate.compare(
+            {"optimizer state": actual}, {"optimizer state": expected}, tolerance=1e-10
+        )
+        assert fault == f"optimizer state b: is {text} here"

@@ -16,11 +16,12 @@ from meshtrain.config import load
 from meshtrain.data.source import Source
 from meshtrain.models import transformer
 from meshtrain.ops import blockwise, losses
-from meshtrain.tools.verify import case, layouts, variants, verify
+from meshtrain.tools.verify import adapters, case, layouts, variants, verify
 from meshtrain.tools.verify.certificate import compare
 from meshtrain.tools.verify.laws import model as model_laws
 from meshtrain.tools.verify.laws import random_keys as key_laws
 from meshtrain.tools.verify.pairwise import pairwise
+from meshtrain.tools.verify.reference import adapter as reference_adapter
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
 from tests.lib.configs import LAYOUT, tiny_config
@@ -206,6 +207,47 @@ def test_layouts_vary_what_a_run_can_choose(quickstart):
         assert {row[key] for row in quick} == values(key), key
 
 
+def test_adapters_are_a_factor_of_the_layouts(quickstart):
+    """With every mesh size, ZeRO stage and schedule; the config's own adapter is one of them."""
+    rows = layouts.select(quickstart)
+    names = {row["adapter"] for row in rows}
+    assert names == {*quickstart.adapters} and len(names) == 3
+    for key in ("pipeline", "fsdp", "tensor", "context", "zero_stage", "schedule", "dropout"):
+        values = {row[key] for row in rows}
+        assert all({row[key] for row in rows if row["adapter"] == one} == values for one in names)
+    quick = [row["adapter"] for row in rows[: verify.QUICK_LAYOUTS]]
+    assert {*quick} == names and quick.count(None) > verify.QUICK_LAYOUTS / 2
+    settings = load.read("quickstart", [])[0].to_dict()
+    settings["adapter"].update(rank=4, targets=("layers/mlp/*", "first_layers/7/*"))
+    settings["train"]["trainable"] = "output/*,*/nothing"
+    configured = adapters.choices(settings, quickstart.model)["of the config"]
+    assert (configured.rank, configured.targets) == (4, ("layers/mlp/*",))
+    assert configured.trainable == "output/*"
+    settings["train"]["trainable"] = "*/nothing"
+    assert "of the config" not in adapters.choices(settings, quickstart.model)
+
+
+def test_the_gradients_of_a_and_b_are_those_of_the_kernel_by_the_chain_rule():
+    random = np.random.default_rng(0)
+    shapes = {"kernel": (2, 3, 4, 5), "lora_a": (2, 3, 2), "lora_b": (2, 2, 4, 5), "bias": (2, 4)}
+    params = {"layer": {name: random.normal(size=shape) for name, shape in shapes.items()}}
+    factor = random.normal(size=shapes["kernel"])
+
+    def loss_of(layer):
+        product = jax.numpy.einsum("lir,lrhk->lihk", layer["lora_a"], layer["lora_b"])
+        return (factor * (layer["kernel"] + 1.5 * product) ** 2).sum()
+
+    with jax.enable_x64(True):
+        expected = jax.grad(loss_of)(params["layer"])
+    merged = reference_adapter.merged(params, 1.5)
+    of_kernel = 2 * factor * merged["layer"]["kernel"]
+    grads = {"layer": {"kernel": of_kernel, "bias": np.zeros((2, 4))}}
+    found = reference_adapter.gradients(grads, params, 1.5)["layer"]
+    assert merged["layer"].keys() == {"kernel", "bias"} and found.keys() == shapes.keys()
+    for name in shapes:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, err_msg=name)
+
+
 def test_a_model_without_choices_of_attention_has_no_layouts_of_them(quickstart):
     model = meshtrain.from_nnx(Digits, squares)
     own = case.VerifyCase(tiny_config(), model, Source(samples), keep_sizes=False)
@@ -251,7 +293,8 @@ def test_choices_of_the_model_are_varied_in_pairs(quickstart):
     assert all(c["num_layers"] > len(c["attention"]) for c in others)
     assert any(c["positions"] == "rope" and c["qk_norm"] and c["attention"] == "lg" for c in others)
     for c in others:
-        transformer.build(**c)
+        transformer.build(**{key: value for key, value in c.items() if key != variants.ADAPTER})
+    assert {c[variants.ADAPTER] for c in others} == {None, *variants.ADAPTERS}
     quick = others[: variants.NUM_QUICK - 1]
     assert [c["attention_impl"] for c in quick] == list(variants.BLOCKS)
     for c in quick:

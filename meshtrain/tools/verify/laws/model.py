@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.data.source import Batch
-from meshtrain.models import transformer
+from meshtrain.models import lora, transformer
 from meshtrain.models.base import Model, Params, is_measured
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.tools.verify import certificate, variants
+from meshtrain.tools.verify.reference import adapter as reference_adapter
 from meshtrain.tools.verify.reference import model as reference_model
 from meshtrain.tools.verify.reference import step as reference_step
 
@@ -95,16 +96,30 @@ def decoder_of(c: Mapping[str, Any], batch: Batch) -> str | None:
 def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
     """Law: a transformer has the initial values, loss and gradients of the reference model.
 
-    Of the initial values, the standard deviations are compared.
+    Of the initial values, the standard deviations are compared. `c` is a `model` section; besides,
+    it may have an adapter.
     """
-    model, random = transformer.build(**c), np.random.default_rng(0)
-    typed = TransformerConfig(**c)
-    if typed.dropout:
+    section = {key: value for key, value in c.items() if key != variants.ADAPTER}
+    adapter = c.get(variants.ADAPTER)
+    model, random = transformer.build(**section), np.random.default_rng(0)
+    typed = TransformerConfig(**section)
+    if adapter is not None:
+        model = lora.lora(
+            model,
+            rank=adapter.rank,
+            alpha=adapter.alpha,
+            targets=adapter.targets,
+            dropout=adapter.dropout,
+        )
+    if typed.dropout or (adapter is not None and adapter.dropout):
         row_keys = random.integers(2**32, size=(len(batch.tokens), 2), dtype=np.uint32)
         batch = batch._replace(row_keys=row_keys)
     initial = reference_step.run_compiled(model.init, jax.random.key(0))
     leaves = {certificate.name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(initial)}
     stddevs = reference_model.initial_stddevs(typed)
+    if adapter is not None:
+        shapes = {name: leaf.shape for name, leaf in leaves.items()}
+        stddevs |= reference_adapter.initial_stddevs(stddevs, shapes, adapter)
     differing = sorted(stddevs.keys() ^ leaves.keys())
     if differing:
         return f"{differing[0]} is {'missing' if differing[0] in stddevs else 'not expected'}"
@@ -122,7 +137,7 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
 
     def losses_and_gradients(params):
         actual = jax.value_and_grad(model_loss)(params)
-        return actual, jax.value_and_grad(reference_model.loss)(params, batch, typed)
+        return actual, jax.value_and_grad(reference_model.loss)(params, batch, typed, adapter)
 
     results = reference_step.run_compiled(losses_and_gradients, params)
     (loss, grads), (expected_loss, expected_grads) = results

@@ -19,7 +19,7 @@ from meshtrain.tools.verify.reference.optimizers import Leaf
 
 # ---- learning rates ----
 
-NUM_STEPS = 20
+NUM_STEPS = 23  # of which a fifth, to decay, is no integer
 FAR_BEYOND = (NUM_STEPS, NUM_STEPS + 1, 10 * NUM_STEPS, 10**6, 2**31 - 1)
 
 
@@ -54,7 +54,7 @@ BUILDERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 TOLERANCES = dict.fromkeys(BUILDERS, 1e-10) | {"meshtrain.optim.others:adafactor": 1e-6}
 
 # Every kind of parameter: its path in the package's models, the names of its dims, a shape, the
-# number of stacked dims, and the number of dims that are the rows of a matrix, or 0.
+# number of stacked dims, and those of the other dims that are the rows of a matrix.
 LEAVES = {
     "tokens/embedding": Leaf(("vocab", "embed"), (12, 6)),
     "positions/embedding": Leaf((None, "embed"), (7, 6)),
@@ -63,19 +63,20 @@ LEAVES = {
     "factor": Leaf((), ()),
     "patches/kernel": Leaf((None, None), (5, 6)),
     "layers/norm/scale": Leaf(("layers", "embed"), (3, 6), 1),
-    "layers/query/kernel": Leaf(("layers", "embed", "heads", "head_dim"), (3, 6, 4, 3), 1, 1),
+    "layers/query/kernel": Leaf(("layers", "embed", "heads", "head_dim"), (3, 6, 4, 3), 1, (0,)),
     "layers/query/bias": Leaf(("layers", "heads", "head_dim"), (3, 4, 3), 1),
-    "layers/key/kernel": Leaf(("layers", "embed", "kv_heads", "head_dim"), (3, 6, 2, 3), 1, 1),
-    "layers/key/lora_a": Leaf(("layers", "embed", None), (3, 6, 2), 1, 1),
-    "layers/key/lora_b": Leaf(("layers", None, "kv_heads", "head_dim"), (3, 2, 2, 3), 1, 1),
-    "layers/out/kernel": Leaf(("layers", "heads", "head_dim", "embed"), (3, 4, 3, 6), 1, 2),
-    "layers/out/lora_a": Leaf(("layers", "heads", "head_dim", None), (3, 4, 3, 2), 1, 2),
-    "layers/down/kernel": Leaf(("layers", "mlp", "embed"), (3, 10, 6), 1, 1),
+    "layers/key/kernel": Leaf(("layers", "embed", "kv_heads", "head_dim"), (3, 6, 2, 3), 1, (0,)),
+    "layers/key/lora_a": Leaf(("layers", "embed", None), (3, 6, 2), 1, (0,)),
+    "layers/key/lora_b": Leaf(("layers", None, "kv_heads", "head_dim"), (3, 2, 2, 3), 1, (0,)),
+    "layers/out/kernel": Leaf(("layers", "heads", "head_dim", "embed"), (3, 4, 3, 6), 1, (0, 1)),
+    "layers/out/lora_a": Leaf(("layers", "heads", "head_dim", None), (3, 4, 3, 2), 1, (0, 1)),
+    "layers/mixed/kernel": Leaf(("layers", "heads", "embed", "head_dim"), (3, 4, 6, 2), 1, (0, 2)),
+    "layers/down/kernel": Leaf(("layers", "mlp", "embed"), (3, 10, 6), 1, (0,)),
     "layers/mlp/bias": Leaf(("layers", "mlp"), (3, 10), 1),
-    "layers/router/kernel": Leaf(("layers", "embed", None), (3, 6, 2), 1, 1),
-    "layers/gate/kernel": Leaf(("layers", "expert", "embed", None), (3, 2, 6, 5), 2, 1),
+    "layers/router/kernel": Leaf(("layers", "embed", None), (3, 6, 2), 1, (0,)),
+    "layers/gate/kernel": Leaf(("layers", "expert", "embed", None), (3, 2, 6, 5), 2, (0,)),
     "layers/gate/bias": Leaf(("layers", "expert"), (3, 2), 1),
-    "experts/kernel": Leaf(("expert", None, "embed"), (2, 5, 6), 1, 1),
+    "experts/kernel": Leaf(("expert", None, "embed"), (2, 5, 6), 1, (0,)),
 }
 RATES = (1e-2, 3e-2, 5e-2, 4e-2, 4e-2, 1e-2, 2e-2)  # of the updates, as in warm-up and decay
 

@@ -29,9 +29,14 @@ def heads(
     down = _linear(x_BSD, p["kv_down"])
     latent = _norm(down[..., :rank], p["kv_down_norm"])
     shared_BSR = rope(down[..., None, rank:][..., pairs])[:, :, 0]
+    update_BSHK = None
+    if "update" in p[query_layer]:
+        update_BSHK = p[query_layer]["update"](source, 1)
     queries, keys, values = [], [], []
     for head in range(c.num_heads):
         query = source @ p[query_layer]["kernel"][:, head]
+        if update_BSHK is not None:
+            query += update_BSHK[:, :, head]
         rotated = rope(query[..., None, no_rope:][..., pairs])[:, :, 0]
         queries.append(jnp.concatenate([query[..., :no_rope], rotated], -1))
         up = latent @ p["kv_up"]["kernel"][:, head]
@@ -42,6 +47,8 @@ def heads(
 
 def _linear(x: jax.Array, p: Params) -> jax.Array:
     y = x @ p["kernel"]
+    if "update" in p:
+        y += p["update"](x, 1)
     return y + jnp.broadcast_to(p["bias"], y.shape) if "bias" in p else y
 
 

@@ -15,16 +15,21 @@ import numpy as np
 from meshtrain.data.source import Batch
 from meshtrain.models.base import Params
 from meshtrain.models.transformer_config import TransformerConfig
+from meshtrain.tools.verify.reference import adapter as reference_adapter
 from meshtrain.tools.verify.reference import latent_attention as reference_latent_attention
 from meshtrain.tools.verify.reference import mixture as reference_mixture
+from meshtrain.tools.verify.reference.adapter import Adapter
 from meshtrain.tools.verify.reference.dropout import dropped, of_layer
 from meshtrain.tools.verify.reference.mixture import mixture
 
 # B batch, S sequence, D model, H heads, G key/value heads, K head dim, k = K/2, V vocabulary
 
 
-def loss(params: Params, batch: Batch, c: TransformerConfig) -> jax.Array:
-    """Returns the training loss of a decoder: a weighted sum over tokens."""
+def loss(
+    params: Params, batch: Batch, c: TransformerConfig, adapter: Adapter | None = None
+) -> jax.Array:
+    """Returns the training loss of a decoder, with its adapter: a weighted sum over tokens."""
+    adapted = reference_adapter.adapted_layers(params)
     x_BSD = params["tokens"]["embedding"][batch.tokens] * c.embed_scale
     if c.positions == "learned":
         x_BSD = x_BSD + params["positions"]["embedding"][: batch.tokens.shape[1]][None]
@@ -34,11 +39,14 @@ def loss(params: Params, batch: Batch, c: TransformerConfig) -> jax.Array:
     for number in range(c.num_layers):
         is_sparse = c.num_experts and number >= first
         if number < first:
+            path = f"first_layers/{number}"
             layer = params["first_layers"][str(number)]
         else:
-            index = number - first
+            path, index = "layers", number - first
             layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
         keys = of_layer(batch.row_keys, number)
+        if adapter is not None:
+            layer = reference_adapter.attached(layer, path, adapted, adapter, keys)
         local = c.attention[number % len(c.attention)] == "l"
         normed_BSD = _norm(x_BSD, layer["attention_norm"], c)
         update = attention(normed_BSD, layer["attention"], c, local, keys)
@@ -189,6 +197,8 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 def _linear(x: jax.Array, p: Params, num_in: int) -> jax.Array:
     y = jnp.tensordot(x, p["kernel"], axes=num_in)
+    if "update" in p:
+        y += p["update"](x, num_in)
     return y + jnp.broadcast_to(p["bias"], y.shape) if "bias" in p else y
 
 

@@ -30,7 +30,18 @@ class Leaf(NamedTuple):
     names: tuple[str | None, ...]  # of its dims
     shape: tuple[int, ...]
     num_stacked: int = 0  # leading dims that number arrays: layers, experts
-    num_rows: int = 0  # dims after them that are the rows of a matrix; 0: this is no matrix
+    # of the dims after them, those that are the rows of a matrix; (): this is no matrix
+    rows: tuple[int, ...] = ()
+
+    def sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the dims of an array that are rows, and those that are columns."""
+        dims = range(len(self.shape) - self.num_stacked)
+        return self.rows, tuple(dim for dim in dims if dim not in self.rows)
+
+    def matrix_shape(self) -> tuple[int, int]:
+        shape = self.shape[self.num_stacked :]
+        rows, columns = self.sides()
+        return math.prod(shape[dim] for dim in rows), math.prod(shape[dim] for dim in columns)
 
 
 def decay_of(path: str, c: Section) -> float:
@@ -62,7 +73,7 @@ def muon(leaf: Leaf, param, grad, state: State, c: Section, *, rate: float, deca
 
     The momentum has the look-ahead of Nesterov, as in Keller Jordan's code (2024).
     """
-    if not leaf.num_rows:
+    if not leaf.rows:
         return adamw(leaf, param, grad, state, c, rate=rate, decay=decay)
     momentum = c.get("momentum", 0.95)
     m = momentum * state.get("m", 0.0) + grad
@@ -88,16 +99,13 @@ def _newton_schulz(x_MN: np.ndarray, num_steps: int) -> np.ndarray:
 
 def _of_each_matrix(leaf: Leaf, function: Callable, array: np.ndarray) -> np.ndarray:
     """Returns what `function` returns for each matrix in an array of the parameter's shape."""
+    rows, columns = leaf.sides()
     result = np.empty_like(array)
     for index in np.ndindex(*leaf.shape[: leaf.num_stacked]):
-        matrix_MN = array[index].reshape(_matrix_shape(leaf))
-        result[index] = function(matrix_MN).reshape(array[index].shape)
+        rows_first = array[index].transpose(rows + columns)
+        of_matrix = function(rows_first.reshape(leaf.matrix_shape())).reshape(rows_first.shape)
+        result[index] = of_matrix.transpose(np.argsort(rows + columns))
     return result
-
-
-def _matrix_shape(leaf: Leaf) -> tuple[int, int]:
-    start, end = leaf.num_stacked, leaf.num_stacked + leaf.num_rows
-    return math.prod(leaf.shape[start:end]), math.prod(leaf.shape[end:])
 
 
 def adafactor(leaf: Leaf, param, grad, state: State, c: Section, *, rate: float, decay: float):
@@ -140,11 +148,15 @@ def _rms(x: np.ndarray) -> float:
 
 
 def _factored_shape(leaf: Leaf, min_size: int) -> tuple[int, ...]:
-    """Returns the shape of one array: as a matrix, if only this makes both dims large enough."""
+    """Returns the shape of one array: as a matrix, if only this makes both dims large enough.
+
+    Elements keep their order, so the dims of the rows must be the first.
+    """
     shape = leaf.shape[leaf.num_stacked :]
-    if not leaf.num_rows or _factored_dims(shape, min_size):
+    is_matrix = leaf.rows and leaf.rows == tuple(range(len(leaf.rows)))
+    if not is_matrix or _factored_dims(shape, min_size):
         return shape
-    matrix = _matrix_shape(leaf)
+    matrix = leaf.matrix_shape()
     return matrix if min(matrix) >= min_size else shape
 
 
@@ -177,11 +189,6 @@ def schedule_free_adamw(
     new_state = {"t": t, "v": v, "z": z}
     new_state |= {"largest_rate": largest_rate, "sum_of_weights": sum_of_weights}
     return (1 - b1) * z + b1 * x, new_state
-
-
-def averages(param: np.ndarray, state: State, c: Section) -> np.ndarray:
-    """Returns x of schedule-free AdamW, the parameters to evaluate and to use."""
-    return (param - (1 - c["b1"]) * state["z"]) / c["b1"]
 
 
 # By `optim.build`.

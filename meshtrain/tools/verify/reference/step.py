@@ -18,6 +18,7 @@ from meshtrain.data.source import Batch
 from meshtrain.metrics import Metrics
 from meshtrain.models.base import Model, Params, is_measured
 from meshtrain.ops import dropout
+from meshtrain.tools.verify.reference.adapter import Adapter, trained_part
 
 # B batch, S sequence, N rows of documents
 
@@ -60,19 +61,34 @@ def loss(model: Model, params: Params, batch: Any) -> Metrics:
     return model.head(params, apply_blocks(model, params, batch), batch)
 
 
-def make_step(
-    model: Model, optimizer: optax.GradientTransformation, schedule: Callable
+def make_gradients(model: Model) -> Callable[[Params, Any], tuple[dict[str, jax.Array], Params]]:
+    """Returns the function (params, batch) -> sums, gradients of the mean loss."""
+
+    def mean(params, batch):
+        sums = loss(model, params, batch)
+        return sums.loss / sums.weight, {"loss": sums.loss, "weight": sums.weight, **sums.extra}
+
+    def gradients(params, batch):
+        grads, sums = jax.grad(mean, has_aux=True)(params, batch)
+        return sums, grads
+
+    return gradients
+
+
+def make_update(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable,
+    adapter: Adapter,
 ) -> Callable[..., Step]:
-    """Returns the function (number, params, opt_state, batch, clip_norm) -> Step."""
+    """Returns the function (number, params, opt_state, sums, grads, clip_norm) -> Step.
 
-    def step(number, params, opt_state, batch, clip_norm):
-        def mean(params):
-            sums = loss(model, params, batch)
-            return sums.loss / sums.weight, {"loss": sums.loss, "weight": sums.weight, **sums.extra}
+    `grads` has the gradients of the parameters that `adapter` trains; all others stay as they are.
+    """
 
-        grads, sums = jax.grad(mean, has_aux=True)(params)
+    def update(number, params, opt_state, sums, grads, clip_norm):
         means = {name: total / sums["weight"] for name, total in sums.items() if name != "weight"}
-        measured = grads
+        measured = params
         if model.measure is not None:
             measured, _ = model.measure(params, grads)
             grads = jax.tree.map_with_path(
@@ -80,16 +96,20 @@ def make_step(
             )
         norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
         grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1, clip_norm / norm), grads)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = jax.tree.map_with_path(
-            lambda path, old, update, new: new if is_measured(path) else old + update,
-            params,
-            updates,
-            measured,
-        )
+        trained = trained_part(params, adapter)
+        updates, opt_state = optimizer.update(grads, opt_state, trained)
+        updates = {jax.tree_util.keystr(path): u for path, u in jax.tree.leaves_with_path(updates)}
+
+        def after(path, old, of_measure):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if not adapter.trains(name):
+                return old
+            return of_measure if is_measured(path) else old + updates[jax.tree_util.keystr(path)]
+
+        params = jax.tree.map_with_path(after, params, measured)
         return Step(sums, means, schedule(number), norm, grads, params, opt_state)
 
-    return step
+    return update
 
 
 def unpack_documents(
