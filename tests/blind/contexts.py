@@ -89,13 +89,16 @@ class Recorder:
         os.environ[TEST_VARIABLE] = ""
         os.environ["COVERAGE_PROCESS_START"] = str(settings)
         self.coverage.start()
-        self.context = ""
-        self.seconds: dict[str, float] = {}
+        self.context, self.entered = "", time.perf_counter()
+        self.seconds: dict[str, float] = {}  # of each test and each fixture, by itself
+        self.ran: list[str] = []
         self.not_passed: set[str] = set()
         self.fixtures: dict[str, list[str]] = {}  # of each test, those wider than a function
 
     def enter(self, context: str) -> None:
-        self.context = context
+        now = time.perf_counter()
+        self.seconds[self.context] = self.seconds.get(self.context, 0.0) + now - self.entered
+        self.context, self.entered = context, now
         self.coverage.switch_context(context)
 
     @pytest.hookimpl(wrapper=True)
@@ -104,10 +107,9 @@ class Recorder:
 
         jax.clear_caches()
         os.environ[TEST_VARIABLE] = item.nodeid
+        self.ran.append(item.nodeid)
         self.enter(item.nodeid)
-        start = time.perf_counter()
         result = yield
-        self.seconds[item.nodeid] = time.perf_counter() - start
         self.enter("")
         return result
 
@@ -133,7 +135,7 @@ class Recorder:
     def pytest_sessionfinish(self):
         self.coverage.stop()
         reached = self.lines_by_context()
-        tests = [name for name in self.seconds if name not in self.not_passed]
+        tests = [name for name in self.ran if name not in self.not_passed]
         lines: dict[str, dict[str, list[int]]] = {}
         for number, test in enumerate(tests):
             for context in (test, *self.fixtures[test]):
@@ -142,11 +144,15 @@ class Recorder:
                     of_file[str(number)] = sorted({*of_file.get(str(number), ()), *found})
         content = {
             "tests": tests,
-            "seconds": [round(self.seconds[test], 2) for test in tests],
+            "seconds": [round(self.seconds_of(test), 2) for test in tests],
             "lines": lines,
         }
         self.output.write_bytes(gzip.compress(json.dumps(content).encode()))
         shutil.rmtree(self.folder, ignore_errors=True)  # a process may still write its lines
+
+    def seconds_of(self, test: str) -> float:
+        """Returns the time of a test and of its fixtures: alone, it has to wait for them."""
+        return sum(self.seconds.get(context, 0.0) for context in (test, *self.fixtures[test]))
 
     def lines_by_context(self) -> dict[str, dict[str, set[int]]]:
         """Returns the lines by context and file, of this process and those that it started."""
@@ -224,7 +230,6 @@ def environ_of(root: Path) -> dict[str, str]:
     """Returns the environment of tests of this copy of the repository."""
     return os.environ | {
         "PYTHONPATH": str(root),
-        "PYTHONDONTWRITEBYTECODE": "1",  # of a mutant, beside other mutants
         "GIT_CEILING_DIRECTORIES": str(root.parent),
     }
 

@@ -4,7 +4,6 @@ import ast
 import collections
 import gzip
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -178,7 +177,7 @@ def test_the_table_lists_the_results_and_every_class_has_a_reason():
 def test_a_sample_of_five_is_examined_and_most_are_found(tmp_path):
     root = tmp_path / "repository"
     planted.copy_repository(root)
-    os.environ.pop(contexts.OUTPUT_VARIABLE, None)
+    run.compile_by_hash(root)
     mutants = []
     for one in mutate.draw(root, seed=0, num=60):
         files = run.own_test_files(root, one.file)
