@@ -1,5 +1,8 @@
 """Where Muon's matrices are computed."""
 
+import itertools
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -57,3 +60,33 @@ def test_each_device_orthogonalizes_its_share_and_the_cost_is_that_of_the_progra
     found = collective_ops.find_collectives(hlo.parse(compiled.as_text()), mesh.shape)
     assert {one.kind for one in found} == kinds
     assert sum(one.bytes for one in found) == pytest.approx(cost.num_bytes)
+
+
+def test_a_route_moves_one_axis_at_a_time_to_complete_matrices_on_every_mesh():
+    """An axis is gathered only if no stacked dim can take it, and shards no dim unevenly."""
+    rules = default.get_config().rules
+    matrix_of_param = {name: one for name, one in muon.matrices(AXES).items() if one}
+    meshes = itertools.product((1, 2), (1, 2, 4), (1, 2), (1, 2, 4))
+    kinds = []
+    for num_layers, mesh, name in itertools.product((1, 3, 4, 8), meshes, matrix_of_param):
+        sizes = dict(zip(("pipeline", "fsdp", "expert", "tensor"), mesh, strict=True))
+        sizes |= {"data": 2, "context": 2}
+        matrix, shape = matrix_of_param[name], shapes_of(num_layers)[name].shape
+        spec, steps = muon.route(AXES[name], matrix, shape, rules, sizes)
+        for step in steps:
+            # The innermost axis of a dim of the matrix leaves it ...
+            (left,) = [d for d in (*matrix.rows, *matrix.columns) if step.spec[d] != spec[d]]
+            assert spec[left] == (*step.spec[left], step.axis)
+            # ... for the first stacked dim that it divides, with the axes that are there.
+            fitting = [
+                dim
+                for dim in matrix.stacked
+                if shape[dim] % math.prod(sizes[axis] for axis in (*spec[dim], step.axis)) == 0
+            ]
+            entered = [dim for dim in matrix.stacked if step.spec[dim] != spec[dim]]
+            assert entered == fitting[:1] and step.is_gather == (not fitting)
+            assert all(step.spec[dim] == (*spec[dim], step.axis) for dim in entered)
+            kinds.append(step.is_gather)
+            spec = step.spec
+        assert not any(spec[dim] for dim in (*matrix.rows, *matrix.columns))
+    assert kinds.count(True) > 50 and kinds.count(False) > 50

@@ -1,6 +1,7 @@
 """Muon, Lion, Adafactor and schedule-free AdamW: on a mesh as on one device, and against numpy."""
 
 import functools
+import inspect
 import math
 import zlib
 
@@ -130,6 +131,16 @@ def test_three_steps_of_a_transformer_equal_one_device_in_float64(name, x64):
         pipeline = {"pipeline": 2, "fsdp": 2, "tensor": 2}
         found = three_steps(name, is_small=False, num_microbatches=2, **pipeline)
         assert_same(found, expected, rtol=1e-10)
+
+
+def test_every_builder_of_the_package_has_a_formula():
+    builders = set()
+    for module in (optim, muon, optim_others):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            parameters = [*inspect.signature(function).parameters]
+            if function.__module__ == module.__name__ and parameters[:1] == ["learning_rate"]:
+                builders.add(f"{module.__name__}:{name}")
+    assert builders == {*optimizer_laws.BUILDERS} == {*optimizer_reference.OPTIMIZERS}
 
 
 @pytest.mark.parametrize("name", BUILDS)

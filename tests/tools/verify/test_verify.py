@@ -19,6 +19,7 @@ from meshtrain.ops import blockwise, losses
 from meshtrain.tools.verify import adapters, case, layouts, variants, verify
 from meshtrain.tools.verify.certificate import compare
 from meshtrain.tools.verify.laws import model as model_laws
+from meshtrain.tools.verify.laws import optimizers as optimizer_laws
 from meshtrain.tools.verify.laws import random_keys as key_laws
 from meshtrain.tools.verify.pairwise import pairwise
 from meshtrain.tools.verify.reference import adapter as reference_adapter
@@ -310,6 +311,13 @@ def test_a_law_has_the_same_name_with_and_without_quick(quickstart, monkeypatch)
     found = [verify.check_law(quickstart, name)[0] for name in names]
     assert found == [quick[name]()[0] for name in names]
     assert [fault.split(": ")[1] for fault in found] == ["xla", *variants.BLOCKS]
+
+
+def test_the_optimizer_of_the_config_is_compared_with_its_formula(quickstart, monkeypatch):
+    monkeypatch.setattr(optimizer_laws, "updates", lambda section: section["build"])
+    for build in optimizer_laws.BUILDERS:
+        monkeypatch.setitem(quickstart.raw["optim"], "build", build)
+        assert verify.check_law(quickstart, "optimizer") == [f"optimizer: {build}"]
 
 
 @pytest.mark.parametrize("bug", [None, "step", "micro-batch", "shard"])

@@ -18,6 +18,7 @@ from meshtrain.optim import base as optim
 
 MAX_Z = 5.0  # a correct law exceeds it once in 1.7 million statistics
 NUM_UPDATES = 1024
+FAR = NUM_UPDATES // 2  # the second half has numbers that are larger by 2^16
 NUM_SEEDS = 4096
 
 # U updates, M rows, N columns, V values
@@ -26,7 +27,11 @@ NUM_ROWS, NUM_COLUMNS = 16, 24
 
 def laws() -> dict[str, Callable[[], str | None]]:
     """Returns the laws by name; each returns a fault or None."""
-    return {"stochastic rounding": stochastic_rounding, "rounded values": rounded_values}
+    return {
+        "stochastic rounding": stochastic_rounding,
+        "rounded values": rounded_values,
+        "rounding of large arrays": large_arrays,
+    }
 
 
 def stochastic_rounding() -> str | None:
@@ -49,7 +54,8 @@ def stochastic_rounding() -> str | None:
     with jax.enable_x64(False):
         sharded = jax.device_put(grads, _rows_over_devices())
         run = jax.jit(jax.vmap(moments_of, in_axes=(0, None)))
-        drawn = jax.device_get(run(jnp.arange(NUM_UPDATES), sharded))
+        counts = jnp.concatenate([jnp.arange(FAR), 2**16 + jnp.arange(FAR)])
+        drawn = jax.device_get(run(counts, sharded))
     errors = {}
     for number, moment in enumerate(drawn):
         for name, drawn_UMN in moment.items():
@@ -134,7 +140,7 @@ def _correlation(errors: Errors) -> str | None:
     spectra = {one: np.fft.rfft2(errors_UMN, padded) for one, errors_UMN in errors.items()}
     ones = np.fft.rfft2(np.ones((NUM_ROWS, NUM_COLUMNS)), padded)
     num_pairs_MN = np.fft.irfft2(np.abs(ones) ** 2, padded)
-    for first, second, apart in itertools.product(spectra, spectra, (0, 1, 2)):
+    for first, second, apart in itertools.product(spectra, spectra, (0, 1, 2, FAR)):
         a, b = spectra[first][apart:], spectra[second][: NUM_UPDATES - apart]
         products_MN = np.fft.irfft2((a * b.conj()).sum(0), padded)
         # Where no pair of elements has a distance, there are no products.
@@ -161,6 +167,21 @@ def _kind(first: tuple[int, str], second: tuple[int, str], apart: int) -> str:
     if first == second:
         return "elements of an array"
     return "moments of an array" if first[1] == second[1] else "arrays"
+
+
+def large_arrays() -> str | None:
+    """Law: elements that are a multiple of 2^16 apart are rounded independently."""
+    values = np.full((8, 2**16), 1 + 2.0**-8, np.float32)  # in the middle of 1 and the next number
+    with jax.enable_x64(False):
+        drawn = jax.jit(lambda x: optim.round_to(x, jnp.bfloat16, jnp.uint32(0)))(values)
+    fault, errors = errors_of(values, np.asarray(drawn))
+    if fault:
+        return fault
+    z = errors @ errors.T / 2**8
+    np.fill_diagonal(z, 0)
+    if not np.abs(z).max() <= MAX_Z:
+        return f"elements 2^16 apart are correlated, by {np.abs(z).max():.1f} standard errors"
+    return None
 
 
 # ---- single values ----
