@@ -595,7 +595,7 @@ def run_machine(num_examples, num_rules):
 
 
 def test_a_supervisor_keeps_its_promises_whatever_fails():
-    run_machine(100, 20)
+    run_machine(70, 20)
 
 
 @pytest.mark.slow
