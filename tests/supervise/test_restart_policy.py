@@ -3,6 +3,8 @@
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshtrain.errors import EXIT_PREEMPTED, ConfigError
 from meshtrain.supervise import restart_policy
@@ -43,6 +45,42 @@ def test_each_phase_has_its_time_limit():
     assert restart_policy.find_stall(two, 60.0).status.rank == 0
     # The first steps have a higher limit: NCCL makes its connections then.
     assert late(step_seconds=0.0, phase_age=599) is None and late(step_seconds=0.0, phase_age=601)
+
+
+LIMITS = dict(start=30, restore=30, compile=60, save=30, eval=30, check=5, end=10, data=1, step=1)
+
+
+@pytest.mark.parametrize("phase", LIMITS)
+def test_the_limit_of_a_phase_is_a_multiple_of_stall_seconds(phase):
+    def is_late(age, **fields):
+        return restart_policy.find_stall([status(phase=phase, phase_age=age, **fields)], 2.0)
+
+    limit = 2.0 * LIMITS[phase]
+    assert not is_late(limit - 0.1) and is_late(limit + 0.1)
+    if phase in ("data", "step"):
+        assert not is_late(49.9, step_seconds=10.0) and is_late(50.1, step_seconds=10.0)
+        assert not is_late(19.9, step_seconds=0.0) and is_late(20.1, step_seconds=0.0)
+    assert is_late(0.0, heartbeat_age=2.1) and not is_late(0.0, heartbeat_age=1.9)
+    assert is_late(0.0, stopped_for=10.1) and not is_late(0.0, stopped_for=9.9)
+
+
+ORDER = ["start", "restore", "compile", "data", "step", "check", "eval", "save", "end"]
+PLACES = st.tuples(st.integers(0, 2), st.sampled_from(ORDER), st.sampled_from([0.0, 9.0, 1e6]))
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(st.lists(PLACES, min_size=1, max_size=5))
+def test_of_processes_that_wait_the_one_furthest_behind_is_named(places):
+    """By step, by phase, then by its time in the phase; the limits are those of each phase."""
+    statuses = [
+        status(rank, phase, step, phase_age=age) for rank, (step, phase, age) in enumerate(places)
+    ]
+    found = restart_policy.find_stall(statuses, 2.0)
+    is_late = any(age > 2.0 * LIMITS[phase] for _, phase, age in places)
+    assert bool(found) == is_late
+    if found:
+        order = [(step, ORDER.index(phase), -age) for step, phase, age in places]
+        assert order[found.status.rank] == min(order)
 
 
 def test_only_restarts_within_the_window_count():
