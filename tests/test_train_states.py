@@ -624,4 +624,4 @@ def test_a_run_keeps_its_promises_through_spikes_skips_stops_and_crashes():
 
 @pytest.mark.slow
 def test_a_run_keeps_its_promises_in_many_more_stories():
-    run_machine(3000, 8)
+    run_machine(400, 8)

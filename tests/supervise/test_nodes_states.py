@@ -74,6 +74,7 @@ class NodeStates(RuleBasedStateMachine):
         self.server._accept = self.accept
         self.hosts = {}  # rank -> the link that has it
         self.nproc = {}
+        self.running = {}  # rank of the host -> ranks of its processes
         self.faults = set()  # each is logged once
 
     def setblocking(self, is_blocking):
@@ -97,19 +98,28 @@ class NodeStates(RuleBasedStateMachine):
         link = Link(self.clock, {"node": node, "nnodes": nnodes, "nproc": nproc})
         self.waiting.append(link)
         old = self.hosts.get(node)
-        self.poll()
         is_taken = old is not None and old.open and old.silence() < REPLACE_AFTER
+        self.poll()
         if nnodes == self.nnodes and 0 < node < nnodes and not is_taken:
             assert link.accepted and link.open
             assert old is None or not old.open
             self.hosts[node] = link
             self.nproc[node] = nproc
+            self.running[node] = set()
             return
+        assert not is_taken or old.open
         assert not link.accepted and not link.open
         (answer,) = link.sent
         assert answer["do"] == "reject"
         expected = "--nnodes" if nnodes != self.nnodes else "--node_rank"
         assert expected in answer["fault"] and answer["fault"] in self.faults
+
+    @precondition(lambda self: self.hosts)
+    @rule(data=st.data(), seconds=st.sampled_from([0.0, 4.9, 5.1]))
+    def a_host_wants_a_rank_that_another_had(self, data, seconds):
+        self.clock.seconds += seconds
+        node = data.draw(st.sampled_from(sorted(self.hosts)))
+        self.a_host_joins(node=node, nnodes=0, nproc=1)
 
     @rule(message=st.sampled_from([{}, {"node": 1}, {"node": True, "nnodes": 2, "nproc": 1}]))
     def a_stranger_connects(self, message):
@@ -138,15 +148,16 @@ class NodeStates(RuleBasedStateMachine):
         remote = self.server.remotes[node]
         remote.start(RankAssignment("host:1", 9, 3, 2))
         rank = data.draw(st.integers(2, 5))
+        self.running[node] = {3, 4} - {rank}
         status = {**STATUS, "rank": rank}
         report = {"exits": [dict(rank=rank, code=code, status=status, tail=[])]}
         remote.link.arrived = [report, report] if is_repeated else [report]
         self.poll()
         if is_repeated or rank not in (3, 4):
-            assert not remote.link.open and remote.lost
+            assert not remote.link.open
         else:
             assert [(exit.rank, exit.code) for exit in remote.new_exits()] == [(rank, code)]
-            assert remote.link.open and not remote.lost and not remote.killed
+            assert remote.link.open and not remote.killed
             remote.link.arrived = [{"dead": True}]
             self.poll()
             assert remote.killed
@@ -161,6 +172,9 @@ class NodeStates(RuleBasedStateMachine):
         for remote in connected:
             assert remote.link is self.hosts[remote.node]
             assert remote.num_local == self.nproc[remote.node]
+        for node, link in self.hosts.items():
+            is_lost = not link.open and bool(self.running[node])
+            assert self.server.remotes[node].lost == is_lost
 
 
 def test_each_rank_belongs_to_one_host_whatever_joins_and_leaves():

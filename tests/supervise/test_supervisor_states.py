@@ -609,4 +609,4 @@ def test_a_supervisor_keeps_its_promises_whatever_fails():
 
 @pytest.mark.slow
 def test_a_supervisor_keeps_its_promises_in_many_more_stories():
-    run_machine(3000, 40)
+    run_machine(400, 40)
