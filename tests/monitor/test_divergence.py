@@ -530,8 +530,11 @@ class LossStates(RuleBasedStateMachine):
         for value in np.random.default_rng(seed).normal(1.0, noise, count):
             self.observe(self.level * value)
 
-    @rule(factor=st.sampled_from([1.05, 1.079, 1.081, 1.2, 2.0, 100.0]), count=st.integers(1, 12))
-    def high_losses(self, factor, count):
+    @rule(
+        factor=st.sampled_from([0.01, 0.5, 0.9, 1.05, 1.079, 1.081, 1.2, 2.0, 100.0]),
+        count=st.integers(1, 12),
+    )
+    def unusual_losses(self, factor, count):
         """The deviation counts as at least 1 % of the mean: 8 of them are 8 %."""
         for _ in range(count):
             self.observe(self.level * factor)
