@@ -469,22 +469,7 @@ class TrainingStates(RuleBasedStateMachine):
             names = ("loss", "eval_loss", "skipped", "tokens")
             metrics = {name: saved.metrics[name] for name in names if name in saved.metrics}
             assert metrics == pytest.approx(expected.metrics)
-            self.compare_statistics(saved.loss_statistics, expected.watch)
-
-    def compare_statistics(self, found, watch):
-        mean, variance = 0.0, 0.0
-        if watch.losses:
-            mean, variance = run_states.weighted_mean_and_variance(watch.losses)
-        expected = {
-            "count": len(watch.losses),
-            "mean": mean,
-            "variance": variance,
-            "spike_share": watch.spike_share(),
-            "skips": watch.skips,
-        }
-        if watch.rollbacks:
-            expected |= {"rollbacks": watch.rollbacks, "rollback_step": watch.rolled_back_to}
-        assert found == pytest.approx(expected)
+            assert saved.loss_statistics == pytest.approx(expected.watch.statistics())
 
     def events(self):
         found = []
@@ -634,9 +619,9 @@ def run_machine(num_examples, num_starts):
 
 
 def test_a_run_keeps_its_promises_through_spikes_skips_stops_and_crashes():
-    run_machine(50, 6)
+    run_machine(35, 6)
 
 
 @pytest.mark.slow
 def test_a_run_keeps_its_promises_in_many_more_stories():
-    run_machine(3000, 8)
+    run_machine(400, 8)

@@ -16,6 +16,7 @@ WARM_UP = 3  # losses without a spike; 50 in a run, too many for short stories
 FIRST_RETRY = 5.0  # seconds after a failed save; twice as many after each further one
 LAST_TRIES = 4  # of the save at the end
 MAX_ROLLBACKS = 3
+MAX_DEVIATIONS = 8.0  # above the mean, beyond which a loss is a spike
 NUM_BATCHES = 200  # of the data
 
 
@@ -102,19 +103,54 @@ class Watch:
     def copy(self) -> "Watch":
         return dataclasses.replace(self, losses=[*self.losses], spikes=[*self.spikes])
 
+    def observe(self, step: int, loss: float, *, is_skipped: bool, warm_up: int) -> list[str]:
+        """Counts the loss of a step; returns what is logged about it."""
+        if math.isnan(loss) and not is_skipped:  # a batch without weight says nothing
+            return []
+        if is_skipped:
+            self.skips += 1
+            return ["skip"]
+        self.skips = 0
+        is_spike = len(self.losses) >= warm_up and self.deviations(loss) > MAX_DEVIATIONS
+        self.spikes.append(is_spike)
+        if not is_spike:
+            self.losses.append(loss)
+            return []
+        # After the last rollback but one, a high loss in the first step: the data has changed.
+        is_in_vain = step == self.rolled_back_to and self.rollbacks == MAX_ROLLBACKS - 1
+        if self.spike_share() > 0.1 or is_in_vain:
+            self.losses = [loss]
+            self.spikes = []
+            self.rollbacks = 0
+            return ["spike", "new_level"]
+        return ["spike"]
+
+    def roll_back(self, step: int) -> bool:
+        """Counts a rollback; returns whether it ends the run. The next start has all again."""
+        self.rollbacks = self.rollbacks + 1 if step == self.rolled_back_to else 1
+        self.rolled_back_to = step
+        is_last = self.rollbacks == MAX_ROLLBACKS
+        if is_last:
+            self.rollbacks = 0
+        return is_last
+
     def deviations(self, loss: float) -> float:
-        if len(self.losses) < WARM_UP:
-            return 0.0
         mean, variance = weighted_mean_and_variance(self.losses)
         return (loss - mean) / max(math.sqrt(variance), 0.01 * abs(mean))
 
     def spike_share(self) -> float:
         return sum(0.01 * 0.99**age for age, spike in enumerate(reversed(self.spikes)) if spike)
 
-    def start_level(self, loss: float) -> None:
-        self.losses = [loss]
-        self.spikes = []
-        self.rollbacks = 0
+    def statistics(self) -> dict[str, float]:
+        """Returns them as a checkpoint has them."""
+        mean, variance = 0.0, 0.0
+        if self.losses:
+            mean, variance = weighted_mean_and_variance(self.losses)
+        found = {"count": len(self.losses), "mean": mean, "variance": variance}
+        found |= {"spike_share": self.spike_share(), "skips": self.skips}
+        if self.rollbacks:
+            found |= {"rollbacks": self.rollbacks, "rollback_step": self.rolled_back_to}
+        return found
 
 
 def weighted_mean_and_variance(losses: list[float]) -> tuple[float, float]:
@@ -299,28 +335,11 @@ class PromisedRun:
         is_skipped = batch.is_skipped()
         tokens = self.newest["tokens"] + BATCH
         self.newest = {"loss": loss, "skipped": is_skipped, "tokens": tokens}
-        if batch.kind == "empty":
-            return
-        watch = self.watch
-        if is_skipped:
-            watch.skips += 1
-            self.end.events.append(("skip", step))
-            if watch.skips >= self.settings.max_skips and self.failure is None:
-                self.failure = watch.skips
-            return
-        watch.skips = 0
-        is_spike = watch.deviations(loss) > 8
-        watch.spikes.append(is_spike)
-        if not is_spike:
-            watch.losses.append(loss)
-            return
-        self.end.events.append(("spike", step))
-        # After the last rollback but one, a high loss in the first step: the data has changed.
-        is_in_vain = step == watch.rolled_back_to and watch.rollbacks == MAX_ROLLBACKS - 1
-        if watch.spike_share() > 0.1 or is_in_vain:
-            self.end.events.append(("new_level", step))
-            watch.start_level(loss)
-        elif self.settings.rollback:
+        found = self.watch.observe(step, loss, is_skipped=is_skipped, warm_up=WARM_UP)
+        self.end.events += [(name, step) for name in found]
+        if self.watch.skips >= self.settings.max_skips and self.failure is None:
+            self.failure = self.watch.skips
+        if found == ["spike"] and self.settings.rollback:
             self.spike = step
 
     def step_of_loss(self, number: int) -> int:
@@ -340,12 +359,7 @@ class PromisedRun:
         self.newest_saved = step
         self.state = saved.state
         self.end.events.append(("rollback", spike, step, self.position * BATCH))
-        watch = self.watch
-        watch.rollbacks = watch.rollbacks + 1 if step == watch.rolled_back_to else 1
-        watch.rolled_back_to = step
-        is_last = watch.rollbacks == MAX_ROLLBACKS
-        if is_last:
-            watch.rollbacks = 0
+        is_last = self.watch.roll_back(step)
         saved.position = self.position
         saved.watch = self.watch_to_save()
         saved.metrics["tokens"] = self.newest["tokens"]

@@ -10,12 +10,22 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import meshtrain
 from meshtrain.checkpoint import manifest
 from meshtrain.config.schema import DivergenceConfig
 from meshtrain.monitor.divergence import DECAY, WARMUP_STEPS, LossMonitor, RunningLoss
 from meshtrain.train import train
+from tests.lib import run_states
 from tests.lib.compare import assert_bit_equal
 from tests.lib.configs import tiny_config
 from tests.lib.line_fit import line_fit, squares
@@ -479,6 +489,105 @@ def test_rollbacks_are_counted_across_restarts():
         assert "rollbacks" not in watch.statistics
         watch.roll_back(50, 400)
         watch.roll_back(50, 400)
+
+
+class LossStates(RuleBasedStateMachine):
+    """Losses, rollbacks and restarts in any order, beside the losses kept in lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings = dict(spike_sigmas=run_states.MAX_DEVIATIONS, rollback=True, max_skips=10**6)
+        self.events = []
+        self.watch = run_states.Watch()
+        self.real = self.monitor({})
+        self.step = 0
+        self.level = 3.0
+
+    def monitor(self, statistics):
+        return LossMonitor(
+            DivergenceConfig(**self.settings),
+            statistics,
+            event=lambda name, **fields: self.events.append(name),
+            log=lambda text: None,
+        )
+
+    def observe(self, loss, *, is_skipped=False):
+        self.events.clear()
+        metrics = {"loss": loss, "skipped": is_skipped}
+        is_empty = np.isnan(loss) and not is_skipped
+        needs_row = self.real.observe(self.step, metrics | ({"loss": None} if is_empty else {}))
+        expected = self.watch.observe(self.step, loss, is_skipped=is_skipped, warm_up=WARMUP_STEPS)
+        assert self.events == expected and needs_row == ("spike" in expected)
+        assert (self.real.spike == self.step) == (expected == ["spike"])
+        self.step += 1
+
+    @rule(
+        count=st.integers(1, 60),
+        noise=st.sampled_from([0.0, 0.001, 0.01, 0.1]),
+        seed=st.integers(0, 99),
+    )
+    def usual_losses(self, count, noise, seed):
+        for value in np.random.default_rng(seed).normal(1.0, noise, count):
+            self.observe(self.level * value)
+
+    @rule(
+        factor=st.sampled_from([0.01, 0.5, 0.9, 1.05, 1.079, 1.081, 1.2, 2.0, 100.0]),
+        count=st.integers(1, 12),
+    )
+    def unusual_losses(self, factor, count):
+        """The deviation counts as at least 1 % of the mean: 8 of them are 8 %."""
+        for _ in range(count):
+            self.observe(self.level * factor)
+
+    @rule(factor=st.sampled_from([0.5, 1.01, 3.0]))
+    def another_level(self, factor):
+        self.level *= factor
+
+    @rule(count=st.integers(1, 3), loss=st.sampled_from([np.nan, np.inf, 1.0]))
+    def skipped_steps(self, count, loss):
+        for _ in range(count):
+            self.observe(loss, is_skipped=True)
+
+    @rule()
+    def a_batch_without_weight(self):
+        self.observe(np.nan)
+
+    @precondition(lambda self: self.real.spike is not None)
+    @rule(back=st.integers(1, 3), is_gone=st.booleans())
+    def rollback(self, back, is_gone):
+        """To one of a few checkpoints, or there is none; then perhaps the same spike again."""
+        to = max(self.step // 20 * 20 - 20 * (back - 1), 0)
+        if is_gone:
+            self.real.roll_back(None, 0)
+        elif self.watch.roll_back(to):
+            with pytest.raises(FloatingPointError, match=f"step {to}: the loss spiked 3 times"):
+                self.real.roll_back(to, 0)
+        else:
+            self.real.roll_back(to, 0)
+        self.step = self.step if is_gone else to
+        assert self.real.spike is None
+
+    @rule()
+    def restart(self):
+        self.real = self.monitor(self.real.statistics)
+
+    @invariant()
+    def statistics_are_those_of_the_lists(self):
+        assert self.real.statistics == pytest.approx(self.watch.statistics(), abs=1e-9)
+
+
+def test_losses_are_watched_as_promised_in_any_order():
+    run_state_machine_as_test(
+        LossStates,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=25,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+        ),
+    )
 
 
 def test_parameters_stay_finite_on_every_device():
