@@ -227,8 +227,11 @@ def _read_all(folder: Path, keys: Iterable[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def push(folder: Path, but: Collection[str] = ()) -> None:
-    """Uploads the files of a folder that have changed, except the files and folders `but` in it."""
-    for path in sorted(folder.rglob("*")):
+    """Uploads the files of a folder that have changed, except the files and folders `but` in it.
+
+    Those of subfolders come first: config_history has what a new config.json replaces.
+    """
+    for path in sorted(folder.rglob("*"), key=lambda path: (-len(path.parts), path)):
         if path.relative_to(folder).parts[0] in but or not path.is_file():
             continue
         state = _state(path)

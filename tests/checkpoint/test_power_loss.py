@@ -1,6 +1,7 @@
 """What a run finds after a power loss: every moment of saves, removals, quarantines and rollbacks.
 
-The operations of a run are recorded with strace; power_loss.py says what of them a disk may hold.
+The operations of a run are recorded, on a disk with strace, on a store by its server. What of them
+may be there after a power loss, tests.lib.power_loss and tests.lib.starts say.
 """
 
 import pytest
@@ -19,15 +20,32 @@ def scratch():
 
 @needs_strace
 def test_after_a_power_loss_a_start_finds_the_newest_checkpoint_that_was_committed(scratch):
-    examined = starts.examine(starts.record(scratch), scratch, **starts.QUICK)
+    examined = starts.examine_disk(starts.record(scratch), scratch, **starts.QUICK)
     assert examined.faults == []
     assert examined.num_states > 1000 and examined.num_starts > 2
+
+
+def test_after_a_crash_a_start_finds_the_newest_checkpoint_that_a_store_has():
+    with starts.store() as server:
+        starts.record_store(server)
+        examined = starts.examine_store(server, **starts.QUICK)
+    assert examined.faults == []
+    assert examined.num_states > 300 and examined.num_starts > 0
+
+
+@pytest.mark.slow
+def test_every_state_of_a_store_after_a_crash_has_the_newest_checkpoint():
+    with starts.store() as server:
+        starts.record_store(server)
+        examined = starts.examine_store(server, **starts.FULL)
+    assert examined.faults == []
+    assert examined.num_states > 500 and examined.num_starts > 20
 
 
 @pytest.mark.slow
 @needs_strace
 def test_every_state_of_the_disk_after_a_power_loss_has_the_newest_checkpoint(scratch):
-    examined = starts.examine(starts.record(scratch), scratch, **starts.FULL)
+    examined = starts.examine_disk(starts.record(scratch), scratch, **starts.FULL)
     assert examined.faults == []
     assert examined.num_states > 15_000 and examined.num_starts > 100
 

@@ -9,20 +9,22 @@ start must find from then on, as JSON. `Expected` describes it.
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import storage
-from meshtrain.checkpoint import find, lock, manifest, run_tokenizer
+from meshtrain.checkpoint import arrays, find, lock, manifest, run_tokenizer
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cli import app
 from meshtrain.config.schema import CheckpointConfig
 from meshtrain.data import tokenizer
+from meshtrain.models import trees
 from meshtrain.monitor.writer import Writer
 from meshtrain.state import TrainState
 
@@ -47,11 +49,10 @@ def state(step: int, position: int) -> TrainState:
     return TrainState(jnp.int32(step), {"b": 2 * w[0], "w": w}, ())
 
 
-def arrays_of(step: int, position: int) -> dict[str, np.ndarray]:
-    """Returns the arrays of the checkpoint of a state, by path."""
-    one = state(step, position)
-    w = {f"params/{name}": np.asarray(leaf) for name, leaf in one.params.items()}
-    return {"step": np.asarray(one.step), **w}
+def flat(state: TrainState) -> dict[str, np.ndarray]:
+    """Returns the arrays of a state by path, as `arrays.as_numpy` does those of its checkpoint."""
+    leaves = jax.tree.leaves_with_path(arrays.fields(state))
+    return {trees.name_of(path): np.asarray(leaf) for path, leaf in leaves}
 
 
 def settings(**changed) -> CheckpointConfig:
@@ -107,7 +108,7 @@ def num_rows(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def opened(place: Path, **changed):
+def opened(place: str | Path, **changed):
     """Yields a run that holds the lock of its workdir."""
     workdir = storage.open_workdir(place)
     with lock.held(workdir) as confirm_lock:
@@ -117,10 +118,11 @@ def opened(place: Path, **changed):
 
 
 class Story:
-    """What has been promised so far; the scenario tells it, and it writes the marks."""
+    """What a run does in a workdir, and what has been promised so far; `say` gets the marks."""
 
-    def __init__(self, marks: Path):
-        self._marks = open(marks, "ab", buffering=0)
+    def __init__(self, place: str | Path, say: Callable[[bytes], Any]):
+        self._place = place
+        self._say = say
         self.kept: list[list[int]] = []  # the newest last
         self.corrupt: list[int] = []
         self.quarantined: list[int] = []
@@ -131,83 +133,83 @@ class Story:
         newest = [kept[-1] if kept else [] for kept in choices]
         certain = [one for one in self.kept if all(one in other for other in choices)]
         expected = Expected(newest, certain, self.corrupt, self.quarantined, is_damaged)
-        self._marks.write(json.dumps(asdict(expected)).encode() + b"\n")
-
-
-def main(place: Path, marks: Path) -> None:
-    story = Story(marks)
-    commit = manifest.commit
-
-    def committed(folder, step, **fields):
-        """Commits, and promises the checkpoint; those that retention does not keep may go."""
-        saved = commit(folder, step, **fields)
-        others = [one for one in story.kept if one[0] != step]
-        story.kept = [*others, [step, saved.position]][-KEEP_LAST:]
-        story.corrupt = [one for one in story.corrupt if one != step]
-        story.mark()
-        return saved
-
-    manifest.commit = committed
-
-    def save(run: Run, step: int, position: int, **metrics) -> None:
-        story.mark([*story.kept, [step, position]])
-        run.save(step, position, **metrics)
+        self._say(json.dumps(asdict(expected)).encode() + b"\n")
 
     @contextlib.contextmanager
-    def damage(step: int) -> Iterator[Path]:
-        """Yields the folder of a checkpoint, for a change that no run makes."""
-        story.mark(is_damaged=True)
-        folder = place / find.FOLDER / str(step)
-        yield folder
-        for path in (*folder.rglob("*"), folder, folder.parent):
-            storage.sync(path)
-        story.kept = [one for one in story.kept if one[0] != step]
-        story.corrupt = [*story.corrupt, step]
-        story.quarantined = [*story.quarantined, step]
-        story.mark()
+    def changing(self, kept: list[list[int]]) -> Iterator[None]:
+        """Promises `kept` when the context ends; until then the old ones or these."""
+        self.mark(kept)
+        yield
+        self.kept = kept
+        self.mark()
 
-    story.mark()
-    with opened(place) as run:
-        run.start(FIRST_CONFIG)
-        sources = {"data": {}, "checkpoint": {}}
-        run_tokenizer.copy_tokenizer(place, sources, tokenizer.BYTES)
-        save(run, 2, 16)
-        save(run, 4, 32)
-        save(run, 6, 48)  # retention removes step 2
-        # An evaluation adds its metrics to the newest checkpoint.
-        run.saver.add_metrics(6, {"eval_loss": 0.5})
-        # A rollback: the checkpoint continues at another sample.
-        rolled_back = [*story.kept[:-1], [6, 80]]
-        story.mark(rolled_back)
-        saved = run.saver.recover()
-        run.saver.record_rollback(saved, 80, {}, tokens=1)
-        story.kept = rolled_back
-        story.mark()
-    (place / find.FOLDER / "8.partial").mkdir()
-    (place / find.FOLDER / "8.partial" / "arrays").write_bytes(b"of a save that was killed")
-    with damage(6) as folder:
-        (folder / manifest.NAME).write_bytes((folder / manifest.NAME).read_bytes()[:-9])
-    # The next start has another config, and quarantines the corrupt checkpoint.
-    with opened(place) as run:
-        run.start(SECOND_CONFIG)
-        # The same step again, with other data; then one that appeared during the run.
-        save(run, 6, 96)
-        with damage(8) as folder:
-            folder.mkdir()
-            (folder / "note").write_text("of the user")
-        save(run, 8, 112)
-        # A save that fails, and the next one.
-        with_fault(run, 10)
-        save(run, 12, 144)
-    # `checkpoint prune` removes all but the newest.
-    pruned = story.kept[-1:]
-    story.mark(pruned)
-    assert app.main("checkpoint", ["prune", str(place), "--keep=1"]) == 0
-    story.kept = pruned
-    story.mark()
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Promises each checkpoint when it is committed; retention may remove others then."""
+        commit = manifest.commit
+
+        def committed(folder, step, **fields):
+            saved = commit(folder, step, **fields)
+            others = [one for one in self.kept if one[0] != step]
+            self.kept = [*others, [step, saved.position]][-KEEP_LAST:]
+            self.corrupt = [one for one in self.corrupt if one != step]
+            self.mark()
+            return saved
+
+        self.mark()
+        manifest.commit = committed
+        try:
+            yield
+        finally:
+            manifest.commit = commit
+
+    def save(self, run: Run, step: int, position: int) -> None:
+        self.mark([*self.kept, [step, position]])
+        run.save(step, position)
+
+    def first_run(self) -> None:
+        """Saves three times, evaluates, and rolls back."""
+        with opened(self._place) as run:
+            run.start(FIRST_CONFIG)
+            sources = {"data": {}, "checkpoint": {}}
+            run_tokenizer.copy_tokenizer(run.workdir.folder, sources, tokenizer.BYTES)
+            self.save(run, 2, 16)
+            self.save(run, 4, 32)
+            self.save(run, 6, 48)  # retention removes step 2
+            # An evaluation adds its metrics to the newest checkpoint.
+            run.saver.add_metrics(6, {"eval_loss": 0.5})
+            # A rollback: the checkpoint continues at another sample.
+            with self.changing([*self.kept[:-1], [6, 80]]):
+                saved = run.saver.recover()
+                run.saver.record_rollback(saved, 80, {}, tokens=1)
+
+    def second_run(self, disturb: Callable[[], None] = lambda: None) -> None:
+        """Quarantines step 6, and saves it again; calls `disturb`; then a save fails."""
+        with opened(self._place) as run:
+            run.start(SECOND_CONFIG)
+            self.save(run, 6, 96)
+            disturb()
+            self.save(run, 8, 112)
+            fail(run, 10)
+            self.save(run, 12, 144)
+
+    @contextlib.contextmanager
+    def damage(self, step: int) -> Iterator[None]:
+        """Makes a checkpoint corrupt; until the context ends, nothing is promised."""
+        self.mark(is_damaged=True)
+        yield
+        self.kept = [one for one in self.kept if one[0] != step]
+        self.corrupt = [*self.corrupt, step]
+        self.quarantined = [*self.quarantined, step]
+        self.mark()
+
+    def prune(self) -> None:
+        """Removes all checkpoints but the newest."""
+        with self.changing(self.kept[-1:]):
+            assert app.main("checkpoint", ["prune", str(self._place), "--keep=1"]) == 0
 
 
-def with_fault(run: Run, step: int) -> None:
+def fail(run: Run, step: int) -> None:
     """Makes a save fail after its arrays are written."""
     wait = run.saver._arrays.wait
 
@@ -218,6 +220,34 @@ def with_fault(run: Run, step: int) -> None:
     run.saver._arrays.wait = failing
     run.save(step, 120)
     run.saver._arrays.wait = wait
+
+
+def main(place: Path, marks: Path) -> None:
+    checkpoints = place / find.FOLDER
+
+    def flush() -> None:
+        for path in (*checkpoints.rglob("*"), checkpoints):
+            storage.sync(path)
+
+    def disturb() -> None:
+        """Puts a folder where the next checkpoint is to be."""
+        with story.damage(8):
+            (checkpoints / "8").mkdir()
+            (checkpoints / "8" / "note").write_text("of the user")
+            flush()
+
+    with open(marks, "ab", buffering=0) as file:
+        story = Story(place, file.write)
+        with story.told():
+            story.first_run()
+            (checkpoints / "8.partial").mkdir()
+            (checkpoints / "8.partial" / "arrays").write_bytes(b"of a save that was killed")
+            with story.damage(6):
+                path = checkpoints / "6" / manifest.NAME
+                path.write_bytes(path.read_bytes()[:-9])
+                flush()
+            story.second_run(disturb)
+            story.prune()
 
 
 if __name__ == "__main__":

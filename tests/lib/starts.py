@@ -3,32 +3,36 @@
   python -m tests.lib.starts [--quick]
 
 prints how many moments and states were examined, and what a start did not find. The run whose power
-is lost is that of `saves`.
+is lost is that of `saves`, in a folder and on an object store. A store loses nothing of what it has
+confirmed; of the requests that were on their way, any subset may have arrived.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
-import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 
+from meshtrain import object_store
 from meshtrain.checkpoint import arrays, find, manifest
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.errors import ConfigError
-from tests.lib import power_loss, saves, strace
-from tests.lib.saves import Expected
+from tests.lib import power_loss, s3_server, saves, strace
+from tests.lib.s3_server import Store
+from tests.lib.saves import Expected, Story
 from tests.lib.strace import Operation, Tree
 
 WORKDIR = "runs/w"  # in the recorded folder: the folders that a run creates are recorded too
-CHECKPOINTS = f"{WORKDIR}/{find.FOLDER}/"
+URL = f"s3://bucket/{WORKDIR}"
 
 
 @contextlib.contextmanager
@@ -59,87 +63,192 @@ class Examined(NamedTuple):
 MAX_FAULTS = 20
 
 
-def examine(
-    operations: Sequence[Operation], scratch: Path, *, each: bool, started: float, seed: int = 0
+def examine_disk(
+    operations: Sequence[Operation], scratch: Path, *, each: bool, start_every: int, seed: int = 0
+) -> Examined:
+    """Returns what was examined in a folder; for `each` see `power_loss`, for others `_examine`."""
+    moments = list(_moments([one.data if one.kind == "mark" else None for one in operations]))
+
+    def states() -> Iterator[tuple[power_loss.State, Expected]]:
+        for moment, expected in moments:
+            for state in power_loss.states_at(operations, moment, each=each, seed=seed):
+                yield state, expected
+
+    def describe(state: power_loss.State) -> str:
+        last = operations[state.moment - 1]
+        what = f"{last.kind} {last.new_name or last.name}".strip()
+        return f"power loss after operation {state.moment} ({what}), {state.why}"
+
+    def start(tree: Tree, expected: Expected, number: int) -> list[str]:
+        folder = scratch / f"start-{number}"
+        for name in sorted(tree):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write(folder / name, tree[name])
+        found = start_and_save(folder / WORKDIR, expected, lambda: folder / WORKDIR)
+        shutil.rmtree(folder)
+        return found
+
+    checker = Checker(ShownFolder(scratch / "state"))
+    return _examine(states(), checker, start, describe, len(moments), start_every=start_every)
+
+
+def examine_store(server: Store, *, each: bool, start_every: int) -> Examined:
+    """Returns what was examined on a store, after a run of `saves` there.
+
+    Without `each`, requests on their way arrive only one alone, or not. For others see `_examine`.
+    """
+    changes = [*server.changes]
+    moments = list(_moments([None if one.name else one.data for one in changes]))
+
+    def states() -> Iterator[tuple[power_loss.State, Expected]]:
+        objects: Tree = {}
+        expected_at = dict(moments)
+        for moment, change in enumerate(changes, 1):
+            s3_server.apply(objects, change)
+            if moment not in expected_at:
+                continue
+            coming = [one for one in changes[moment:] if one.name and one.began <= moment]
+            limit = len(coming) if each and len(coming) <= MAX_EXHAUSTIVE else 1
+            for size in range(limit + 1):
+                for chosen in itertools.combinations(coming, size):
+                    tree = dict(objects)
+                    for one in chosen:
+                        s3_server.apply(tree, one)
+                    why = f"and {[one.name for one in chosen]}"
+                    yield power_loss.State(moment, why, tree), expected_at[moment]
+
+    def describe(state: power_loss.State) -> str:
+        last = changes[state.moment - 1]
+        what = "removal" if last.data is None else "write"
+        return f"crash after change {state.moment} ({what} of {last.name}) {state.why}"
+
+    def download() -> Path:
+        new_host()
+        return find.download_metadata(Path(URL))
+
+    def show(tree: Tree) -> Path:
+        server.objects = dict(tree)
+        if not tree:  # before the run has written anything
+            new_host()
+            return object_store.scratch_folder(URL)
+        return download()
+
+    def start(tree: Tree, expected: Expected, number: int) -> list[str]:
+        server.objects = dict(tree)
+        new_host()
+        return start_and_save(URL, expected, download)
+
+    checker = Checker(show)
+    with _read_directly(server):
+        return _examine(states(), checker, start, describe, len(moments), start_every=start_every)
+
+
+@contextlib.contextmanager
+def _read_directly(server: Store) -> Iterator[None]:
+    """Lists and downloads the objects of a server without its protocol, which takes a while."""
+
+    def prefix(folder: Path) -> str:
+        return f"{object_store.url(folder).removeprefix('s3://bucket/')}/"
+
+    def names(folder: Path) -> list[str]:
+        start = prefix(folder)
+        return sorted(name.removeprefix(start) for name in server.objects if name.startswith(start))
+
+    def read_all(folder: Path, keys: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+        found = ((key, server.objects.get(prefix(folder) + key)) for key in keys)
+        yield from ((key, data) for key, data in found if data is not None)
+
+    with (
+        mock.patch.object(object_store, "names", names),
+        mock.patch.object(object_store, "_read_all", read_all),
+    ):
+        yield
+
+
+MAX_EXHAUSTIVE = 6  # requests on their way of which all subsets may have arrived
+
+
+def new_host() -> None:
+    """Makes this process one that has nothing of a store's workdirs."""
+    object_store.release_lease()
+    if object_store.root.cache_info().currsize:
+        shutil.rmtree(object_store.root(), ignore_errors=True)
+    object_store.root.cache_clear()
+    object_store._pushed.clear()
+
+
+def _examine(
+    states: Iterable[tuple[power_loss.State, Expected]],
+    checker: "Checker",
+    start: Callable[[Tree, Expected, int], list[str]],
+    describe: Callable[[power_loss.State], str],
+    num_moments: int,
+    *,
+    start_every: int,
 ) -> Examined:
     """Returns what was examined.
 
-    For `each` see `power_loss`. `started` is the fraction of the kinds of states from which a run
-    starts and saves; states of a kind hold folders of the same names.
+    From a state of every `start_every`-th kind, `start` starts a run and saves; states of a kind
+    hold folders of the same names.
     """
     faults: dict[str, str] = {}  # each with the first state that has it
-    checker = Checker(scratch / "state")
-    rng = random.Random(seed)
     num_states = num_started = 0
-    moments = list(_moments(operations))
-    states = _different(operations, moments, each=each, seed=seed)
     kinds = set()
+    seen = set()
     for state, expected in states:
+        key = (str(expected), frozenset(state.tree.items()))
+        if key in seen:
+            continue
+        seen.add(key)
         num_states += 1
         found = checker.faults(state.tree, expected)
-        kind = (str(expected), *sorted(name for name in state.tree if name.count("/") < 4))
-        if not found and kind not in kinds and rng.random() < started:
+        kind = (str(expected), *sorted({"/".join(name.split("/")[:4]) for name in state.tree}))
+        if not found and kind not in kinds and len(kinds) % start_every == 0:
             num_started += 1
-            found = start_and_save(state.tree, scratch / f"start-{num_started}")
+            found = start(state.tree, expected, num_started)
         kinds.add(kind)
         for fault in found:
-            faults.setdefault(fault, _place(operations, state))
+            faults.setdefault(fault, describe(state))
         if len(faults) >= MAX_FAULTS:
             break
     lines = [f"{fault}: {place}" for fault, place in faults.items()]
-    return Examined(len(moments), num_states, num_started, lines)
+    return Examined(num_moments, num_states, num_started, lines)
 
 
-def _moments(operations: Sequence[Operation]) -> Iterator[tuple[int, Expected]]:
+def _moments(marks: Sequence[bytes | None]) -> Iterator[tuple[int, Expected]]:
     """Yields each moment after the first mark, with what a start must find."""
     expected = None
-    for moment, operation in enumerate(operations, 1):
-        if operation.kind == "mark":
-            expected = Expected(**json.loads(operation.data))
+    for moment, mark in enumerate(marks, 1):
+        if mark is not None:
+            expected = Expected(**json.loads(mark))
         if expected and not expected.is_damaged:
             yield moment, expected
-
-
-def _different(
-    operations: Sequence[Operation],
-    moments: Sequence[tuple[int, Expected]],
-    *,
-    each: bool,
-    seed: int,
-) -> Iterator[tuple[power_loss.State, Expected]]:
-    seen = set()
-    for moment, expected in moments:
-        for state in power_loss.states_at(operations, moment, each=each, seed=seed):
-            key = (str(expected), frozenset(state.tree.items()))
-            if key not in seen:
-                seen.add(key)
-                yield state, expected
-
-
-def _place(operations: Sequence[Operation], state: power_loss.State) -> str:
-    last = operations[state.moment - 1]
-    what = f"{last.kind} {last.new_name or last.name}".strip()
-    return f"power loss after operation {state.moment} ({what}), {state.why}"
 
 
 # ---- one state ----
 
 
 class Checker:
-    """Checks states in a folder, in which it replaces what differs from the last one."""
+    """Checks states, which `show` makes those of a workdir: it returns its folder."""
 
-    def __init__(self, folder: Path):
-        folder.mkdir(parents=True)
-        self._folder = folder
-        self._shown: Tree = {}
+    def __init__(self, show: Callable[[Tree], Path]):
+        self._show = show
+        self._workdir = Path()
+        self._shown: Tree = {}  # of the workdir
         # What is read of a checkpoint depends on its files alone, so each is read once.
         self._manifests: dict[frozenset, Manifest | Exception] = {}
         self._arrays: dict[frozenset, list[str]] = {}
 
     def faults(self, tree: Tree, expected: Expected) -> list[str]:
         """Returns what a start does not find, or what it finds and must not."""
-        self._show(tree)
-        folder = self._folder / CHECKPOINTS
+        prefix = f"{WORKDIR}/"
+        self._shown = {
+            name.removeprefix(prefix): content
+            for name, content in tree.items()
+            if name.startswith(prefix)
+        }
+        self._workdir = self._show(tree)
+        folder = self._workdir / find.FOLDER
         check = manifest.check
         manifest.check = self._check
         try:
@@ -200,7 +309,7 @@ class Checker:
 
     def _files(self, directory: Path) -> frozenset:
         """Returns name and files of a checkpoint."""
-        prefix = f"{directory.relative_to(self._folder).as_posix()}/"
+        prefix = f"{directory.relative_to(self._workdir).as_posix()}/"
         files = {name for name in self._shown if name.startswith(prefix)}
         return frozenset((name, self._shown[name]) for name in files)
 
@@ -213,14 +322,14 @@ class Checker:
             is_file = content is not None and name.endswith(".json")
             if is_file and not is_leftover and find.FOLDER not in name:
                 try:
-                    configs[name.removeprefix(f"{WORKDIR}/")] = json.loads(content)
+                    configs[name] = json.loads(content)
                 except ValueError:
                     faults.append(f"{name} is damaged: {content[:40]!r}")
         config = configs.get("config.json")
         if config == saves.SECOND_CONFIG and saves.FIRST_CONFIG not in configs.values():
             faults.append("the config of the first start is lost")
         rows = []
-        for line in (self._shown.get(f"{WORKDIR}/metrics.jsonl") or b"").splitlines():
+        for line in (self._shown.get("metrics.jsonl") or b"").splitlines():
             try:
                 rows.append(json.loads(line)["step"])
             except ValueError:  # a part of a row
@@ -230,16 +339,24 @@ class Checker:
             faults.append(f"rows of the steps {rows} of {steps}")
         return faults
 
-    def _show(self, tree: Tree) -> None:
-        """Makes the folder hold the files of `tree`."""
+
+class ShownFolder:
+    """Shows states in a folder, in which it replaces what differs from the last one."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir()
+        self._folder = folder
+        self._shown: Tree = {}
+
+    def __call__(self, tree: Tree) -> Path:
         for name in sorted(self._shown.keys() - tree.keys(), reverse=True):
             path = self._folder / name
             path.rmdir() if self._shown[name] is None else path.unlink()
         for name in sorted(tree):
-            if name in self._shown and self._shown[name] == tree[name]:
-                continue
-            write(self._folder / name, tree[name])
+            if name not in self._shown or self._shown[name] != tree[name]:
+                write(self._folder / name, tree[name])
         self._shown = tree
+        return self._folder / WORKDIR
 
 
 check_of_package = manifest.check
@@ -255,61 +372,124 @@ def write(path: Path, content: bytes | None) -> None:
 
 def array_faults(directory: Path, saved: Manifest) -> list[str]:
     """Returns a fault unless the arrays are those of the state that was saved, bit for bit."""
-    expected = saves.arrays_of(saved.step, int(saved.metrics["saved_position"]))
     try:
         manifest.verify(directory)
         found = arrays.as_numpy(directory)
     except (CorruptCheckpoint, ConfigError) as error:
         return [f"{directory.name}: {error}"]
-    same = found.keys() == expected.keys() and all(
+    if has_arrays(found, saved):
+        return []
+    return [f"{directory.name}: the arrays differ from those that were saved"]
+
+
+def has_arrays(found: Mapping[str, np.ndarray], saved: Manifest) -> bool:
+    """Returns whether the arrays are those of the state that was saved as this checkpoint."""
+    expected = saves.flat(saves.state(saved.step, int(saved.metrics["saved_position"])))
+    return found.keys() == expected.keys() and all(
         np.array_equal(found[name], expected[name]) for name in expected
     )
-    return [] if same else [f"{directory.name}: the arrays differ from those that were saved"]
 
 
 NEXT_STEP = 30
 
 
-def start_and_save(tree: Tree, folder: Path) -> list[str]:
-    """Starts a run from a state, and saves; returns a fault unless the new checkpoint is found."""
-    for name in sorted(tree):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write(folder / name, tree[name])
-    place = folder / WORKDIR
+def start_and_save(place: str | Path, expected: Expected, found: Callable[[], Path]) -> list[str]:
+    """Starts a run and saves; returns what is wrong with its state, or with the checkpoints then.
+
+    `found` returns the folder of the workdir as another process finds it.
+    """
     try:
         with saves.opened(place) as run:
-            run.start(saves.SECOND_CONFIG)
+            saved = run.start(saves.SECOND_CONFIG)
+            if ([saved.step, saved.position] if saved else []) not in expected.newest:
+                return [f"a run starts from {saved and saved.step}, not from {expected.newest}"]
+            if saved and not has_arrays(saves.flat(run.state), saved):
+                return [f"a run starts with another state than that of step {saved.step}"]
             run.save(NEXT_STEP, 480)
-        newest, corrupt = find.newest_valid(place / find.FOLDER)
-        leftovers = [*(place / find.FOLDER).glob(f"*{manifest.PARTIAL}")]
+        folder = found() / find.FOLDER
+        newest, corrupt = find.newest_valid(folder)
+        leftovers = [*folder.glob(f"*{manifest.PARTIAL}")]
         if newest is None or newest.step != NEXT_STEP or corrupt or leftovers:
             return [f"after the next save: {newest and newest.step}, {corrupt}, {leftovers}"]
-        return array_faults(place / find.FOLDER / str(NEXT_STEP), newest)
-    except (ConfigError, OSError) as error:
+        before = [manifest.verify(folder / str(saved.step))] if saved else []
+        faults = [array_faults(folder / str(one.step), one) for one in (*before, newest)]
+        return [*itertools.chain(*faults)]
+    except (CorruptCheckpoint, ConfigError, OSError) as error:
         return [f"the next run fails: {error}"]
-    finally:
-        shutil.rmtree(folder)
+
+
+# ---- both kinds of workdir ----
+
+
+def record_store(server: Store) -> None:
+    """Makes the run of `saves` on a store, which records it; sets what clients find it by."""
+    new_host()
+    story = Story(URL, server.mark)
+    with story.told():
+        story.first_run()
+        new_host()
+        with story.damage(6):
+            path = object_store.scratch_folder(URL) / find.FOLDER / "6" / manifest.NAME
+            data, _ = object_store.read(path)
+            assert data
+            object_store.write(path, data[:-9])
+        story.second_run()
+        new_host()
+        story.prune()
+
+
+@contextlib.contextmanager
+def store() -> Iterator[Store]:
+    """Yields a running store, which the client of this process finds."""
+    with scratch_folder() as scratch, s3_server.running() as server:
+        variables = {
+            object_store.VARIABLE: str(scratch / "host"),
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": server.address,
+        }
+        with mock.patch.dict(os.environ, variables):
+            object_store.root.cache_clear()
+            try:
+                yield server
+            finally:
+                new_host()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="what the default tests examine")
+    parser.add_argument("--only", choices=("disk", "store"))
     args = parser.parse_args()
-    began = time.monotonic()
-    with scratch_folder() as scratch:
-        operations = record(scratch)
-        print(f"{len(operations)} operations in {time.monotonic() - began:.0f} s")
-        examined = examine(operations, scratch, **(QUICK if args.quick else FULL))
-    print(
-        f"{examined.num_moments} moments, {examined.num_states:,} states, "
-        f"{examined.num_starts} runs started, {len(examined.faults)} faults "
-        f"in {time.monotonic() - began:.0f} s"
-    )
-    print("\n".join(examined.faults))
+    thoroughness = QUICK if args.quick else FULL
+
+    def report(what: str, began: float, num_changes: int, examined: Examined) -> None:
+        print(
+            f"{what}: {num_changes} operations, {examined.num_moments} moments, "
+            f"{examined.num_states:,} states, {examined.num_starts} runs started and saved, "
+            f"{len(examined.faults)} faults, in {time.monotonic() - began:.0f} s",
+            *examined.faults,
+            sep="\n  ",
+        )
+
+    if args.only != "store":
+        began = time.monotonic()
+        with scratch_folder() as scratch:
+            operations = record(scratch)
+            examined = examine_disk(operations, scratch, **thoroughness)
+        report("disk", began, len(operations), examined)
+    if args.only != "disk":
+        began = time.monotonic()
+        with store() as server:
+            record_store(server)
+            num_changes = len(server.changes)
+            examined = examine_store(server, **thoroughness)
+        report("object store", began, num_changes, examined)
 
 
-QUICK = dict(each=False, started=0.05)
-FULL = dict(each=True, started=1.0)
+QUICK = dict(each=False, start_every=20)
+FULL = dict(each=True, start_every=1)
 
 if __name__ == "__main__":
     main()
