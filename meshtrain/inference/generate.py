@@ -293,7 +293,8 @@ def _encode_prompt(encode: Callable[[str], list[int]], text: str, vocab_size: in
 
 def _token_id(tokenizer: Tokenizer, text: str) -> int:
     """Returns the id of a token, given as its id or its text."""
-    if text.isdecimal() and int(text) < tokenizer.vocab_size:
+    # Digits of other alphabets are texts.
+    if text.isascii() and text.isdecimal() and int(text) < tokenizer.vocab_size:
         return int(text)
     ids = tokenizer.encode(text).tolist()
     if len(ids) == 1:

@@ -55,7 +55,9 @@ class Sampling:
             return jnp.argmax(logits_BV, axis=-1)
         # At most 0, so that dividing by a small temperature cannot overflow to +inf.
         below_best_BV = logits_BV - logits_BV.max(-1, keepdims=True)
-        logits_BV = self._mask_unlikely(below_best_BV / self.temperature)
+        # XLA takes smaller numbers for 0, and 0 / 0 for NaN, of which top_k and top_p keep nothing.
+        temperature = max(self.temperature, float(jnp.finfo(jnp.float32).tiny))
+        logits_BV = self._mask_unlikely(below_best_BV / temperature)
         key = jax.random.fold_in(jax.random.key(self.seed), number)
         keys_B = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(logits_BV)))
         return jax.vmap(jax.random.categorical)(keys_B, logits_BV)

@@ -27,6 +27,7 @@ from meshtrain.models.lora_layer import DROP, A, B
 from meshtrain.models.lora_merge import KERNEL
 from meshtrain.ops import dropout as masks
 
+AT_ADAPTER = 2**32 - 1  # the number by which the key of the initial parameters is folded
 FIRST_SITE = 2**16  # of the masks of an adapter, see ops/dropout.py; those of models are smaller
 
 
@@ -82,6 +83,8 @@ def lora(
 
     def init(key):
         params = model.init(key)
+        # The model draws its own parameters from fold_in(key, 0), fold_in(key, 1), ...
+        key = jax.random.fold_in(key, AT_ADAPTER)
         for number, path in enumerate(layers):
             shape_a, shape_b, num_in = shapes[path]
             draw = normal_initializer((3 * num_in) ** -0.5)

@@ -101,6 +101,9 @@ def decay_mask(no_decay: tuple) -> Callable[[Any], Any]:
 # ---- moments in another dtype ----
 
 
+AT_ROUNDING = 2**32 - 1  # the number by which the key of seed 0 is folded
+
+
 class MomentState(NamedTuple):
     """The state of an optimizer whose moments are stored in another dtype."""
 
@@ -155,7 +158,9 @@ def store_moments(
         old_leaves, tree = jax.tree.flatten(stored.state)
         new_leaves = jax.tree.leaves(state)
         # Each array has random bits of its own, or the errors of two arrays would be correlated.
-        key = jax.random.fold_in(jax.random.key(0), stored.count)
+        # Their key is that of no step: steps are fewer than its number.
+        key = jax.random.fold_in(jax.random.key(0), AT_ROUNDING)
+        key = jax.random.fold_in(key, stored.count)
         seeds = jax.random.bits(key, len(old_leaves), jnp.uint32)
         rounded_leaves = []
         for number, (new, old) in enumerate(zip(new_leaves, old_leaves, strict=True)):

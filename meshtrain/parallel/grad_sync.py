@@ -28,6 +28,8 @@ from meshtrain.parallel import sharding
 
 # N batch shards
 
+# The number by which the key of a step is folded; rows and micro-batches have smaller ones.
+AT_ROUNDING = 2**32 - 1
 SCOPE = "synchronise"  # name of the collectives of `Sync` in compiled programs, for the audit
 
 
@@ -115,7 +117,7 @@ def synchronise(
                 grad_shardings,
                 grad_sync,
                 residual=residual,
-                key=jax.random.key(0) if key is None else key,
+                key=jax.random.fold_in(jax.random.key(0) if key is None else key, AT_ROUNDING),
                 weight=weight,
             )
     grads = jax.lax.with_sharding_constraint(grads, grad_shardings)
@@ -151,12 +153,17 @@ def _synchronise_on_devices(
         new_residual = {}
         for bucket_number, bucket in enumerate(_buckets(grad_sync, names, grad_specs, sums)):
             is_compressed = grad_sync.is_compressed(names[bucket[0]])
+            bucket_key = jax.random.fold_in(key, bucket_number)
+            # Devices with other values round them with other bits; those with the same values, to
+            # the same result.
+            if axes := _sharding_axes(grad_specs[bucket[0]]):
+                bucket_key = jax.random.fold_in(bucket_key, lax.axis_index(axes))
             total, error = all_reduce(
                 jnp.concatenate([sums[i].reshape(-1) for i in bucket]),
                 grad_sync.axes,
                 grad_sync.levels,
                 grad_sync.wire if is_compressed else None,
-                jax.random.fold_in(key, bucket_number),
+                bucket_key,
             )
             ends = np.cumsum([sums[i].size for i in bucket])[:-1]
             for i, part in zip(bucket, jnp.split(total, ends), strict=True):
@@ -193,9 +200,7 @@ def _buckets(
     """
 
     def kind(i: int) -> tuple:
-        axes = {axis for entry in specs[i] for axis in sharding.axes_of(entry)}
-        sharding_axes = sorted(axis for axis in axes if sharding.num_devices([axis]) > 1)
-        return grad_sync.is_compressed(names[i]), sharding_axes, sums[i].dtype.name
+        return grad_sync.is_compressed(names[i]), _sharding_axes(specs[i]), sums[i].dtype.name
 
     numbers = sorted(range(len(sums)), key=kind)
     for _, numbers_of_kind in itertools.groupby(numbers, key=kind):
@@ -209,6 +214,12 @@ def _buckets(
             bucket.append(i)
             size += sums[i].size
         yield bucket
+
+
+def _sharding_axes(spec: jax.P) -> tuple[str, ...]:
+    """Returns the mesh axes, of more than one device, that a parameter is sharded over; sorted."""
+    axes = {axis for entry in spec for axis in sharding.axes_of(entry)}
+    return tuple(sorted(axis for axis in axes if sharding.num_devices([axis]) > 1))
 
 
 def _leaves_by_name(tree: Any) -> list[tuple[str, Any]]:

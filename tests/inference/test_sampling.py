@@ -1,6 +1,7 @@
 """Cached sampling draws the same tokens as a full forward pass over the text for each token."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -227,6 +228,68 @@ def test_of_equally_likely_tokens_those_of_transformers_are_kept(top_k, top_p):
     for row, found in zip(rows, masked, strict=True):
         kept = np.flatnonzero(kept_by_transformers(row, top_k, top_p))
         assert np.flatnonzero(found > -np.inf).tolist() == kept.tolist()
+
+
+def probabilities(logits, *, temperature, top_k, top_p, vocab_size):
+    """Returns the distribution of a row in float64: vocabulary, temperature, top_k, then top_p."""
+    logits = logits.astype(np.float64)
+    if vocab_size:
+        logits[vocab_size:] = -np.inf
+    if not temperature:
+        return (np.arange(len(logits)) == np.argmax(logits)).astype(float)
+    with np.errstate(all="ignore"):
+        logits = np.where(logits == logits.max(), 0, (logits - logits.max()) / temperature)
+        logits = logits.astype(np.float32)  # in which some are equal
+    kept = kept_by_transformers(logits, min(top_k, len(logits)), top_p)
+    weights = np.where(kept, np.exp(logits), 0)
+    return weights / weights.sum()
+
+
+def test_the_distribution_is_that_of_a_plain_formula_at_all_extremes(monkeypatch):
+    """Rows of a batch: typical, tied, huge, tiny, one token alone, masked by the model."""
+    V = 12
+    random = np.random.default_rng(0)
+    rows = np.stack(
+        [
+            random.normal(size=V),
+            random.integers(0, 3, V),
+            1e30 * random.normal(size=V),
+            1e-30 * random.normal(size=V),
+            np.where(np.arange(V) == 7, -5.0, -np.inf),
+            np.where(np.arange(V) % 3 == 1, 2.0 * random.normal(size=V), -np.inf),
+            np.linspace(-60, 60, V),
+        ]
+    ).astype(np.float32)
+    # The logits from which a token is drawn.
+    monkeypatch.setattr(jax.random, "categorical", lambda key, logits: logits)
+    settings = itertools.product(
+        (5e-324, 1e-40, 0.05, 1.0, 1e30), (0, 1, 4, V, V + 5), (1e-9, 0.37, 0.91, 1.0), (0, 9)
+    )
+    for temperature, top_k, top_p, vocab_size in settings:
+        options = dict(temperature=temperature, top_k=top_k, top_p=top_p, vocab_size=vocab_size)
+        masked = np.asarray(Sampling(**options).draw(rows, 0), np.float64)
+        found = np.exp(masked - masked.max(-1, keepdims=True))
+        found /= found.sum(-1, keepdims=True)
+        expected = np.stack([probabilities(row, **options) for row in rows])
+        np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=str(options))
+
+
+def test_draws_of_steps_rows_and_seeds_are_independent_and_of_the_distribution():
+    logits = np.tile(np.log([[0.4, 0.3, 0.2, 0.1]]).astype(np.float32), (8, 1))
+    draw = jax.jit(jax.vmap(lambda number: Sampling(seed=5).draw(logits, number)))
+    drawn = np.asarray(draw(np.arange(4_000)))  # (steps, rows)
+    shares = np.array([0.4, 0.3, 0.2, 0.1])
+    for row in drawn.T:
+        counts = np.bincount(row, minlength=4)
+        chi_square = ((counts - 4_000 * shares) ** 2 / (4_000 * shares)).sum()
+        assert chi_square < 25  # of 3 degrees of freedom: 1 in 65,000 is larger
+    same = (shares**2).sum()
+    limit = 4.5 * np.sqrt(same * (1 - same) / 4_000)
+    for a, b in itertools.combinations(range(8), 2):
+        assert abs((drawn[:, a] == drawn[:, b]).mean() - same) < limit
+        assert abs((drawn[1:, a] == drawn[:-1, b]).mean() - same) < limit
+    other = jax.jit(jax.vmap(lambda number: Sampling(seed=6).draw(logits, number)))
+    assert abs((np.asarray(other(np.arange(4_000))) == drawn).mean() - same) < limit
 
 
 def test_top_p_keeps_half_of_200_equally_likely_tokens():
