@@ -148,6 +148,14 @@ squared.defvjp(lambda x: (x**2, x), lambda x, grad: (x * grad,))
 
 
 @jax.custom_vjp
+def without_gradient(x):
+    return x
+
+
+without_gradient.defvjp(lambda x: (x, None), lambda _, grad: (0 * grad,))
+
+
+@jax.custom_vjp
 def summed(x):
     return jax.lax.psum(x, "tensor")
 
@@ -197,6 +205,10 @@ BUGS = {
     "a wrong custom_vjp": (
         lambda params, batch: squared(outputs_of(params, batch)).sum(),
         r"^on one device: gradient: \w+: directional derivative .* by central differences",
+    ),
+    "a missing gradient": (
+        lambda params, batch: mean({**params, "up": without_gradient(params["up"])}, batch),
+        "^on one device: gradient: up: directional derivative 0, but .* by central differences",
     ),
     "numbers from outside of jax": (
         lambda params, batch: mean(params, batch) * np.random.rand(),
