@@ -148,6 +148,14 @@ squared.defvjp(lambda x: (x**2, x), lambda x, grad: (x * grad,))
 
 
 @jax.custom_vjp
+def without_gradient(x):
+    return x
+
+
+without_gradient.defvjp(lambda x: (x, None), lambda _, grad: (0 * grad,))
+
+
+@jax.custom_vjp
 def summed(x):
     return jax.lax.psum(x, "tensor")
 
@@ -198,6 +206,10 @@ BUGS = {
         lambda params, batch: squared(outputs_of(params, batch)).sum(),
         r"^on one device: gradient: \w+: directional derivative .* by central differences",
     ),
+    "a missing gradient": (
+        lambda params, batch: mean({**params, "up": without_gradient(params["up"])}, batch),
+        "^on one device: gradient: up: directional derivative 0, but .* by central differences",
+    ),
     "numbers from outside of jax": (
         lambda params, batch: mean(params, batch) * np.random.rand(),
         r"^on one device: not deterministic: .* at test_loss.py:\d+ \(<lambda>\)",
@@ -239,13 +251,14 @@ def test_a_cast_is_named_and_widens_the_tolerance():
     def cast(factor):
         def loss(params, batch):
             size = jax.sharding.get_abstract_mesh().shape["data"]
-            return mean(params, batch).astype(jnp.float32) * (factor if size > 1 else 1.0)
+            narrow = jax.jit(lambda x: x.astype(jnp.float32))
+            return narrow(mean(params, batch)) * (factor if size > 1 else 1.0)
 
         return loss
 
     report = check(cast(1.00001), rules=[], meshes={"data": 2})
     (note,) = report.notes
-    assert re.match(r"casts float64 to float32 at test_loss.py:\d+ \(loss\), so that", note)
+    assert re.match(r"casts float64 to float32 at test_loss.py:\d+ \(<lambda>\), so that", note)
     assert report.tolerance == 1e-4
     with pytest.raises(AssertionError, match="^data=2: loss: "):
         check(cast(1.01), rules=[], meshes={"data": 2})

@@ -320,6 +320,18 @@ def test_the_optimizer_of_the_config_is_compared_with_its_formula(quickstart, mo
         assert verify.check_law(quickstart, "optimizer") == [f"optimizer: {build}"]
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_check_is_started_once_and_a_quick_one_first(quickstart, quick):
+    with jax.enable_x64(True):
+        rows, low_rows, law_names = verify.plan(quickstart, quick, [])
+    tasks = verify._tasks(rows, low_rows, law_names)
+    expected = [(verify.run_law, name) for name in law_names]
+    expected += [(verify.check_layout, row) for row in rows]
+    expected += [(verify.check_precision, row) for row in low_rows]
+    assert len(tasks) == len(expected) and all(task in expected for task in tasks)
+    assert tasks[0].function is verify.run_law and tasks[0].argument in verify.QUICK_LAWS
+
+
 @pytest.mark.parametrize("bug", [None, "step", "micro-batch", "shard"])
 def test_random_keys_that_repeat_are_found(quickstart, bug, monkeypatch):
     fold_in, split = jax.random.fold_in, jax.random.split
