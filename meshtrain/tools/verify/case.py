@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -197,8 +197,13 @@ def _check_unchanged(raw: dict[str, Any], model: Model | None) -> None:
 # ---- the program of a layout ----
 
 
-def program_of(case: VerifyCase, row: Row) -> Program:
-    """Returns the trainer's program for a layout; its optimizer state also holds the gradients."""
+def program_of(
+    case: VerifyCase, row: Row, change_model: Callable[[Model], Model] | None = None
+) -> Program:
+    """Returns the trainer's program for a layout; its optimizer state also holds the gradients.
+
+    `change_model` is applied to the model first.
+    """
     raw = copy.deepcopy(case.raw)
     raw["mesh"] = {axis: row.get(axis, 1) for axis in AXES}
     raw["optim"]["clip_norm"] = case.clip_norm
@@ -223,6 +228,8 @@ def program_of(case: VerifyCase, row: Row) -> Program:
     model = case.model if raw["model"] == case.raw["model"] else build_model(cfg)
     make_optimizer = optimizer_builder(cfg, model)
     model = dataclasses.replace(model, row_keys=bool(row.get("dropout")))
+    if change_model is not None:
+        model = change_model(model)
     parts = RunParts(model, lambda schedule: keep_gradients(make_optimizer(schedule)))
     return assemble(cfg, parts)
 
