@@ -105,9 +105,11 @@ class LatentAttention(nnx.Module):
         N, C = self.c.head_size, self.c.kv_lora_rank
         names = "batch", "seq", "kv_heads", "head_dim"
         up_BSHM = constrain(self.kv_up(kv_BSE[..., :C]), *names)
+        # In float32, because the gradient of the shared key is a sum over heads.
+        wide_BSR = kv_BSE[..., C:].astype(jnp.promote_types(kv_BSE.dtype, jnp.float32))
         key_BSHR = jnp.broadcast_to(
-            kv_BSE[:, :, None, C:], (*up_BSHM.shape[:3], self.c.rope_head_dim)
-        )
+            wide_BSR[:, :, None], (*up_BSHM.shape[:3], self.c.rope_head_dim)
+        ).astype(kv_BSE.dtype)
         k_BSHK = jnp.concatenate([up_BSHM[..., :N], key_BSHR], axis=-1)
         return q_BSHK, constrain(k_BSHK, *names), up_BSHM[..., N:]
 

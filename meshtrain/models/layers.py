@@ -300,7 +300,7 @@ def dense(
     Initialised so that the variance of the output is `scale`^2 times the variance of the input.
     """
     num_in = len(dims_in) if isinstance(dims_in, tuple) else 1
-    return nnx.LinearGeneral(
+    return Linear(
         dims_in,
         dims_out,
         axis=tuple(range(-num_in, 0)),
@@ -311,8 +311,27 @@ def dense(
         ),
         kernel_metadata={"out_sharding": axes},
         bias_metadata={"out_sharding": axes[num_in:]},
+        promote_dtype=_with_wide_bias,
         rngs=rngs,
     )
+
+
+class Linear(nnx.LinearGeneral):
+    """A linear map that adds its bias in float32 or wider: y = (x W + b), rounded once.
+
+    The gradient of the bias, a sum over all tokens, then is in float32 as well.
+    """
+
+    def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
+        dtype = jnp.promote_types(x.dtype, self.kernel.dtype)
+        return super().__call__(x, out_sharding).astype(dtype)
+
+
+def _with_wide_bias(arrays, **options):
+    x, kernel, bias = nnx.nn.dtypes.promote_dtype(arrays, **options)
+    if bias is not None:
+        bias = bias.astype(jnp.promote_types(bias.dtype, jnp.float32))
+    return x, kernel, bias
 
 
 def flat_dot_general(x, kernel, dimension_numbers, **options):

@@ -103,6 +103,8 @@ class EmbeddingAndHead(nnx.Module):
         logits_BSV = flat_dot_general(x_BSD, kernel_DV, (((2,), (0,)), ((), ())))
         logits_BSV = constrain(logits_BSV, "batch", "seq", "vocab")
         if c.logit_softcap:
+            # The loss needs float32: a tanh in bfloat16 rounds the logits three times more.
+            logits_BSV = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
             logits_BSV = c.logit_softcap * jnp.tanh(logits_BSV / c.logit_softcap)
         if logits_BSV.shape[-1] == c.vocab_size:
             return logits_BSV

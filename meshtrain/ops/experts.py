@@ -27,6 +27,8 @@ BLOCK, BLOCK_OF_ACCELERATORS = 64, 256
 
 # Name of the loop over blocks in compiled programs, for the audit.
 LEFTOVER = "leftover_blocks"
+# Name of all operations of the experts, in traces and compiled programs.
+EXPERTS = "experts"
 DROPPED = -1  # the expert of a row that is dropped
 
 # (up, gate) or (up,), each (..., F) -> hidden (..., F)
@@ -58,7 +60,8 @@ def feed_forward(
     share = -(-num_rows // num_experts) if num_rows >= num_experts else 0
     default = BLOCK if accelerator.platform() == "cpu" else BLOCK_OF_ACCELERATORS
     size = _Size(share, min(block or default, num_rows), experts_Tk.shape[1])
-    return _grouped(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n)
+    with jax.named_scope(EXPERTS):
+        return _grouped(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n)
 
 
 class _Size(NamedTuple):
@@ -85,7 +88,12 @@ def _compute(combine: Combine, rows: _Rows, x_TD, weights_R, *kernels: jax.Array
 
     def output(down, weights_R, *projected):
         weights_b = jnp.where(rows.valid, weights_R[rows.row], 0)
-        return (combine(*projected) * weights_b[..., None]) @ down
+        hidden_bF = combine(*projected)
+        # In float32, because the gradient of a weight is a sum over F. The product is exact, so it
+        # is rounded once.
+        wide = jnp.promote_types(hidden_bF.dtype, jnp.float32)
+        weighted_bF = hidden_bF.astype(wide) * weights_b.astype(wide)[..., None]
+        return weighted_bF.astype(hidden_bF.dtype) @ down
 
     projected = recomputed(project, x_TD, *projections)
     return recomputed(output, down, weights_R, *projected)

@@ -305,8 +305,13 @@ def _check_unchanged(raw: dict[str, Any], model: Model | None) -> None:
 # ---- the program of a layout ----
 
 
-def program_of(case: VerifyCase, row: Row) -> Program:
-    """Returns the trainer's program for a layout; its optimizer state also holds the gradients."""
+def program_of(
+    case: VerifyCase, row: Row, change_model: Callable[[Model], Model] | None = None
+) -> Program:
+    """Returns the trainer's program for a layout; its optimizer state also holds the gradients.
+
+    `change_model` is applied to the model first.
+    """
     raw = copy.deepcopy(case.raw)
     raw["mesh"] = {axis: row.get(axis, 1) for axis in AXES}
     name = row.get("adapter", adapters.NONE)
@@ -337,6 +342,8 @@ def program_of(case: VerifyCase, row: Row) -> Program:
         model = adapted(model, cfg)
     make_optimizer = optimizer_builder(cfg, model)
     model = dataclasses.replace(model, row_keys=bool(row.get("dropout")))
+    if change_model is not None:
+        model = change_model(model)
     parts = RunParts(model, lambda schedule: keep_gradients(make_optimizer(schedule)))
     return assemble(cfg, parts)
 

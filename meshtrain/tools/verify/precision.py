@@ -8,7 +8,7 @@ float32 represents exactly:
   sum      gradients are linear in the token weights. The gradient of all tokens equals the sum of
            two gradients, of half the micro-batches and data shards each, to float32 rounding
   update   the new parameters are the optimizer's, computed from the gradients, to float32 rounding
-  dtype    the transformer's softmax, norms, rope and loss, and the optimizer, compute in float32
+  dtype    what must be computed in float32 is: see laws/dtypes.py
   skip     a float16 step that overflows leaves parameters and optimizer state bit-equal, and halves
            the loss scale
 
@@ -36,7 +36,7 @@ from meshtrain.program import Program
 from meshtrain.tools.verify import certificate
 from meshtrain.tools.verify.case import TRANSFORMER, VerifyCase, program_of
 from meshtrain.tools.verify.certificate import MAX_RATIO, Result
-from meshtrain.tools.verify.laws.precision import low_precision_operation
+from meshtrain.tools.verify.laws import dtypes
 from meshtrain.tools.verify.pairwise import Row
 from meshtrain.tools.verify.reference import step as reference_step
 
@@ -157,7 +157,7 @@ class PrecisionCase:
     """The train step of one layout in low precision."""
 
     def __init__(self, case: VerifyCase, row: Row, dtype: str, make_program: MakeProgram):
-        self.case, self.row = case, row
+        self.case, self.row, self.dtype = case, row, dtype
         self.program = make_program(in_dtype(case, dtype), row)
         self.samples, _ = _batches(case, row["packing"])
         self.batch = self.load(self.samples)
@@ -232,7 +232,7 @@ def _compare(layout: PrecisionCase, expected: Expected, ratios: dict[str, float]
     faults += error_faults(values, expected, ratios)
     # The other checks look at the last of the steps.
     params = expected.params[-1]
-    faults.append(dtype_fault(layout))
+    faults.append(dtype_fault(layout.case, layout.row, layout.dtype))
     faults.append(sum_fault(layout, params))
     faults.append(update_fault(layout, params, state))
     if state.loss_scale is not None:
@@ -266,15 +266,23 @@ def error_faults(values: list[Any], expected: Expected, ratios: dict[str, float]
     return faults
 
 
-def dtype_fault(layout: PrecisionCase) -> str | None:
-    """Dtype: see FLOAT32_OPERATIONS. Another model may use them in low precision on purpose."""
-    if layout.case.name != TRANSFORMER:
-        return None
-    program = layout.program
-    with program.active():
-        jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state, layout.batch)
-    operation = low_precision_operation(jaxpr)
-    return operation and f"dtype: the step computes {operation}"
+def dtype_fault(case: VerifyCase, row: Row, dtype: str) -> str | None:
+    """Dtype: what must be computed in float32 is, in the step and the evaluation of a layout."""
+    program = program_of(in_dtype(case, dtype), row, dtypes.with_scope)
+    samples, _ = _batches(case, row["packing"])
+    size = case.global_batch
+    batch = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[:size], samples))
+    fault = dtypes.fault_of(program, batch, is_transformer=case.name == TRANSFORMER)
+    return fault and f"dtype: {fault}"
+
+
+def dtypes_of_data_parallelism(case: VerifyCase, dtype: str) -> str | None:
+    """Law: the dtypes of the step with two micro-batches on each shard of the batch."""
+    row = {"data": jax.device_count(), "zero_stage": 0, "num_microbatches": 2}
+    row |= {"packing": False, "masks": case.is_text, "sequence_parallel": False}
+    case = case.shallow  # made in float64
+    with jax.enable_x64(False):
+        return dtype_fault(case, row, dtype)
 
 
 def sum_fault(layout: PrecisionCase, params: Params) -> str | None:

@@ -260,6 +260,10 @@ def _laws_of_the_trainer(case: VerifyCase, quick: bool) -> dict[str, Law]:
     """Returns the laws of the trainer itself: its steps, sums, random keys and optimizer."""
     raw, optim = case.raw, case.raw["optim"]
     laws: dict[str, Law] = {} if quick else rounding_laws.laws()
+    for dtype in ("bfloat16",) if quick else ("bfloat16", "float16"):
+        laws[f"{dtype} step"] = lambda dtype=dtype: precision.dtypes_of_data_parallelism(
+            case, dtype
+        )
     if case.is_text:
         laws["trainer"] = lambda: run_laws.trainer(case.shallow)
     if jax.device_count() > 1:
