@@ -23,8 +23,10 @@ def choices(settings: Mapping[str, Any], model: Model) -> dict[str | None, Adapt
     """
     found: dict[str | None, Adapter] = {NONE: Adapter()}
     if model.linears:
-        group = min(model.linears).rpartition("/")[0]
-        target = f"{group}/*" if group else min(model.linears)
+        # Of the stack, if the model has one.
+        layer = min(model.linears, key=lambda path: (not path.startswith("layers/"), path))
+        group = layer.rpartition("/")[0]
+        target = f"{group}/*" if group else layer
         found[f"rank 2 of {target} and own heads"] = Adapter(
             2, 7.0, (target,), trainable=",".join(_heads(model))
         )

@@ -16,6 +16,8 @@ from meshtrain.tools.verify.reference import step as reference_step
 PER_EXPERT = ("gate", "up", "down")
 
 TOLERANCE = 1e-10
+BALANCE = ("none", "batch", "sequence", "bias")  # values of model.balance
+WEIGHT = 0.25  # model.balance_weight of the law `balanced`
 
 
 def permuted(section: Mapping[str, Any], batch: Batch) -> str | None:
@@ -69,17 +71,58 @@ def unweighted(section: Mapping[str, Any], batch: Batch) -> str | None:
 
 
 def balanced(section: Mapping[str, Any], batch: Batch) -> str | None:
-    """Law: a step replaces what was measured, and moves each bias towards an equal load."""
-    section = {**section, "balance": "bias", "balance_weight": 0.25}
-    model, params = _start(section)
+    """Law: a step replaces what was measured; only balance="bias" moves a bias.
+
+    Over several steps, each bias changes by `balance_weight` towards an equal load (arXiv
+    2408.15664), whatever the size of the difference, unless it is one of rounding. Nothing centres
+    the biases, and no other parameter changes. The scalars of a step are those of its own load.
+    """
+    _, params = _start(section)
     random, num_experts = np.random.default_rng(2), section["num_experts"]
-    means = jax.tree.map(lambda leaf: random.random(leaf.shape) / num_experts, params)
-    updated, _ = model.measure(params, means)
-    before, mean, after = (tree["layers"]["mlp"]["measured"] for tree in (params, means, updated))
-    expected = {name: mean[name] for name in ("load", "score", "log_z", "dropped")}
-    too_little = mean["load"] * num_experts < 1
-    expected["bias"] = before["bias"] + np.where(too_little, 0.25, -0.25)
-    return _difference(dict(after), expected, "after a step")
+    for balance in BALANCE:
+        own = {**section, "balance": balance, "balance_weight": WEIGHT}
+        model, updated = transformer.build(**own), params
+        expected = dict(params["layers"]["mlp"]["measured"])
+        for number in range(3):
+            means = jax.tree.map(lambda leaf: random.random(leaf.shape), params)
+            mean = means["layers"]["mlp"]["measured"]
+            mean["load"][0] = 1 + 1e-7 * random.random(num_experts)
+            mean["load"] /= mean["load"].sum(-1, keepdims=True)
+            updated, scalars = model.measure(updated, means)
+            too_little = np.sign(1 / num_experts - mean["load"])
+            too_little[0] = 0
+            moved = expected["bias"] + (balance == "bias") * WEIGHT * too_little
+            expected = {**{name: mean[name] for name in expected}, "bias": moved}
+            found = updated["layers"]["mlp"]["measured"]
+            when = f"after step {number} with balance={balance}"
+            fault = _difference(dict(found), expected, when)
+            fault = fault or _difference(scalars, _scalars(expected, balance), when)
+            if fault:
+                return fault
+        rest = {**params["layers"]["mlp"], "measured": found}
+        fault = _difference(updated, _with_mlp(params, rest), f"by what balance={balance} measures")
+        if fault:
+            return fault
+    return None
+
+
+def _scalars(measured: Mapping[str, np.ndarray], balance: str) -> dict[str, np.ndarray]:
+    """Returns what a step logs of each layer, from the statistics after it."""
+    load = measured["load"]
+    num_experts = load.shape[-1]
+    scalars = {
+        # 1 if the load is equal, the number of experts if one of them gets all tokens.
+        "expert_load_max": load.max(-1) / load.mean(-1),
+        # 1 if the load is equal, 0 if one of them gets all tokens.
+        "expert_load_entropy": -(load * np.log(load)).sum(-1) / np.log(num_experts),
+        "expert_dropped": measured["dropped"],
+        "router_log_z": measured["log_z"],
+        # Switch Transformers (arXiv 2101.03961), equation 4, without its factor.
+        "balance_loss": num_experts * np.einsum("le,le->l", load, measured["score"]),
+    }
+    if balance == "bias":
+        scalars["router_bias_range"] = np.ptp(measured["bias"], axis=-1)
+    return scalars
 
 
 # Each with a `model` section that has experts, and a batch.
