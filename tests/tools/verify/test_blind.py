@@ -135,6 +135,17 @@ def test_a_line_that_few_tests_reach_meets_those_of_its_function_and_file(lines,
     assert "slow" not in [test.name for test in chosen]
 
 
+def test_a_constant_meets_the_tests_of_the_lines_that_name_it(tmp_path):
+    (tmp_path / "meshtrain").mkdir()
+    (tmp_path / FILE).write_text("LIMIT = 3\ndef f(): return LIMIT\ndef g(): return LIMITS\n")
+    known = contexts.Contexts(tmp_path, Path("nowhere"), None)
+    known.tests = {name: contexts.Test(name, 1.0) for name in "abcd"}
+    known.reached = {FILE: {2: {"a", "b", "c"}, 3: {"d"}}}
+    mutant = mutate.Mutant("step", FILE, 1, 1, (0, 0), "constant", "3", "4", 8, 9)
+    chosen, how_near = run.choose(mutant, known)
+    assert ({test.name for test in chosen}, how_near) == ({"a", "b", "c"}, "use")
+
+
 def test_equivalent_mutants_do_not_count_and_verify_can_still_find_survivors(tmp_path):
     def line(number, stage, outcome):
         where = {"area": "step", "file": FILE, "line": 1, "kind": "constant"}
