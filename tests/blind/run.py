@@ -331,11 +331,12 @@ def table(folder: Path, classes: dict[tuple[int, int], dict]) -> str:
     scores, kinds, survivors = [], collections.defaultdict(collections.Counter), []
     for path in paths:
         head, results = read_seed(path)
-        counts = collections.Counter()
+        counts, is_complete = collections.Counter(), True
         for number, result in last_results(results).items():
             is_found = result["outcome"] in FINDS
             one = classes.get((head["seed"], number), {"class": "open", "reason": ""})
             counts["examined"] += 1
+            is_complete &= is_found or result.get("is_final", True)
             counts[result["stage"] if is_found else one["class"]] += 1
             is_counted = is_found or one["class"] != "equivalent"
             kinds[result["kind"]]["found"] += is_found
@@ -348,6 +349,8 @@ def table(folder: Path, classes: dict[tuple[int, int], dict]) -> str:
         holes = counts["hole"] + counts["open"]
         num_found = counts["tests"] + counts["verify"]
         score = f"{100 * num_found / max(1, num_found + holes):.0f} %"
+        if not is_complete:  # finds are recorded at once, so they would be too many
+            score = "contexts not complete"
         scores.append(
             [
                 str(head["seed"]),
