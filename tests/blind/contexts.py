@@ -219,8 +219,6 @@ def collect(root: Path, store: Path, commit: str, deadline: float, log) -> None:
             content = json.loads(gzip.decompress(with_output.read_bytes()))
             with_output.unlink()
         content["commit"] = commit
-        for old in store.glob(f"{name_of(file)}.*.gz"):
-            old.unlink()
         target.write_bytes(gzip.compress(json.dumps(content).encode()))
         seconds = time.monotonic() - start
         log(f"contexts of {file}: {len(content['tests'])} tests, exit {code}, {seconds:.0f} s")

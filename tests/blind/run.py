@@ -9,9 +9,10 @@ is measured at that commit to its end: results/seed_N.jsonl has the commit in it
 tests of later commits never raise the score of a seed.
 
 Each mutant meets the tests that reach its lines (`contexts.py`: measured once, in build/blind;
-remove that folder to measure again), the cheapest first, until one fails. If fewer than three reach
-the lines, those that reach the function follow, then those that reach the file. A failed assertion,
-a crash and a hang are finds, if the test passes alone without the mutant. Survivors in the maths of
+remove that folder to measure again), the cheapest first, until one fails. For a constant of a
+module or a field of a class these are the lines that name it. If fewer than three tests reach the
+lines, those that reach the function follow, then those that reach the file. A failed assertion, a
+crash and a hang are finds, if the test passes alone without the mutant. Survivors in the maths of
 a step then meet `verify --quick`.
 
 What still survives is classified by hand in survivors.toml: "equivalent", with the reason, or
@@ -24,6 +25,7 @@ import collections
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -92,6 +94,8 @@ def choose(mutant: mutate.Mutant, known: contexts.Contexts) -> tuple[list[contex
     lines = range(mutant.line, mutant.end_line + 1)
     names, reach = known.of_lines(mutant.file, lines), "line"
     first, last = mutant.function
+    if not last:
+        names, reach = names | users_of(mutant, known), "use"
     if len(names) < FEW_TESTS and last:
         names, reach = names | known.of_lines(mutant.file, range(first, last + 1)), "function"
     if len(names) < FEW_TESTS:
@@ -115,6 +119,21 @@ def choose(mutant: mutate.Mutant, known: contexts.Contexts) -> tuple[list[contex
                 chosen.append(test)
                 seconds += test.seconds
     return chosen, reach
+
+
+def users_of(mutant: mutate.Mutant, known: contexts.Contexts) -> set[str]:
+    """Returns the tests that reach a line with a name that the mutant's statement assigns."""
+    statement = (known.root / mutant.file).read_text().splitlines()[mutant.line - 1]
+    targets = re.findall(r"\w+", re.split("[:=]", statement)[0])
+    if not targets:
+        return set()
+    pattern = re.compile(rf"\b({'|'.join(targets)})\b")
+    tests = set()
+    for file in known.reached:
+        lines = (known.root / file).read_text().splitlines()
+        named = [number for number, line in enumerate(lines, 1) if pattern.search(line)]
+        tests |= known.of_lines(file, named)
+    return tests
 
 
 def own_test_files(root: Path, file: str) -> list[str]:
@@ -215,11 +234,11 @@ def read_seed(path: Path) -> tuple[dict, dict[tuple[int, str], dict]]:
     return head, {(one["number"], one["stage"]): one for one in lines}
 
 
-def measure(seed: int, num: int, deadline: float, results: Path) -> None:
+def measure(seed: int, num: int, deadline: float) -> None:
     """Examines the mutants of a seed that have no result yet, until the deadline."""
-    path = results / f"seed_{seed}.jsonl"
+    path = RESULTS / f"seed_{seed}.jsonl"
     if not path.exists():
-        results.mkdir(parents=True, exist_ok=True)
+        RESULTS.mkdir(exist_ok=True)
         commit = git("rev-parse", "HEAD").decode().strip()
         head = {"seed": seed, "num": num, "commit": commit, "date": str(datetime.date.today())}
         path.write_text(json.dumps(head) + "\n")
@@ -232,6 +251,7 @@ def measure(seed: int, num: int, deadline: float, results: Path) -> None:
         known_results[number, stage] = result
         with open(path, "a") as file:
             file.write(json.dumps(result) + "\n")
+        write_table()
         change = f"{one_line(mutant.before)} -> {one_line(mutant.after)}"
         where = f"{mutant.file}:{mutant.line} {change}"
         log(f"{number} {stage} {result['outcome']} {result['seconds']} s {where} {result['by']}")
@@ -285,6 +305,10 @@ def one_line(text: str) -> str:
 # ---- README.md ----
 
 
+def write_table() -> None:
+    TABLE.write_text(table(RESULTS, read_classes(CLASSES)))
+
+
 def read_classes(path: Path) -> dict[tuple[int, int], dict]:
     """Returns the classes of survivors by seed and number."""
     entries = tomllib.loads(path.read_text()).get("survivor", []) if path.exists() else []
@@ -307,11 +331,12 @@ def table(folder: Path, classes: dict[tuple[int, int], dict]) -> str:
     scores, kinds, survivors = [], collections.defaultdict(collections.Counter), []
     for path in paths:
         head, results = read_seed(path)
-        counts = collections.Counter()
+        counts, is_complete = collections.Counter(), True
         for number, result in last_results(results).items():
             is_found = result["outcome"] in FINDS
             one = classes.get((head["seed"], number), {"class": "open", "reason": ""})
             counts["examined"] += 1
+            is_complete &= is_found or result.get("is_final", True)
             counts[result["stage"] if is_found else one["class"]] += 1
             is_counted = is_found or one["class"] != "equivalent"
             kinds[result["kind"]]["found"] += is_found
@@ -324,6 +349,8 @@ def table(folder: Path, classes: dict[tuple[int, int], dict]) -> str:
         holes = counts["hole"] + counts["open"]
         num_found = counts["tests"] + counts["verify"]
         score = f"{100 * num_found / max(1, num_found + holes):.0f} %"
+        if not is_complete:  # finds are recorded at once, so they would be too many
+            score = "contexts not complete"
         scores.append(
             [
                 str(head["seed"]),
@@ -362,8 +389,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.seed is not None:
         os.nice(max(0, 19 - os.nice(0)))
-        measure(args.seed, args.num, time.monotonic() + 60 * args.minutes, RESULTS)
-    TABLE.write_text(table(RESULTS, read_classes(CLASSES)))
+        measure(args.seed, args.num, time.monotonic() + 60 * args.minutes)
+    write_table()
     return 0
 
 

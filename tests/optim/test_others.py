@@ -23,7 +23,9 @@ from meshtrain.models.layers import normal_initializer
 from meshtrain.optim import base as optim
 from meshtrain.optim import muon
 from meshtrain.optim import others as optim_others
+from meshtrain.parallel.mesh import make_mesh
 from meshtrain.program import assemble
+from meshtrain.state import averages
 from meshtrain.tools.verify.laws import optimizers as optimizer_laws
 from meshtrain.tools.verify.reference import optimizers as optimizer_reference
 from meshtrain.train import train
@@ -347,6 +349,23 @@ def test_the_averages_of_a_schedule_free_run_are_evaluated_and_restored(tmp_path
     directory, saved = find.find_valid(tmp_path, log=print)
     restored, *_ = arrays.restore_params(directory, saved.arrays, result.state.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), restored, x)
+
+
+def test_averages_have_the_dtypes_and_shardings_of_the_parameters():
+    """Whatever those of z are: with ZeRO they differ, and moments may have another dtype."""
+    mesh = make_mesh(fsdp=8)
+    whole, by_rows = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("fsdp")))
+    values = np.arange(32.0).reshape(8, 4)
+    y = {"a": jnp.array(values, jnp.bfloat16), "b": jnp.array(values, jnp.float32)}
+    y = jax.device_put(y, {"a": whole, "b": by_rows})
+    z = jax.device_put({"a": -values, "b": values / 3}, {"a": by_rows, "b": whole})
+    z = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), z)
+    x = averages(y, z, jnp.float32(0.9))
+    for name, rtol in [("a", 2**-8), ("b", 1e-6)]:
+        assert x[name].dtype == y[name].dtype
+        assert x[name].sharding.is_equivalent_to(y[name].sharding, 2)
+        expected = (np.float64(y[name]) - 0.1 * np.float64(z[name])) / 0.9
+        np.testing.assert_allclose(np.float64(x[name]), expected, rtol=rtol)
 
 
 def two_averages(learning_rate):

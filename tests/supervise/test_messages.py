@@ -165,6 +165,29 @@ def test_a_stranger_that_sends_no_line_is_dropped_and_logged(sent, secret, monke
     ]
 
 
+def test_the_limits_of_a_stranger_end_when_a_host_has_joined(server):
+    """Neither end is dropped after a pause, or for a line longer than a first one may be."""
+    address = dict(host="127.0.0.1", port=server.port, secret="")
+    until = dict(deadline=time.monotonic() + 30, num_signals=lambda: 0)
+    of_host = messages.connect(**address, hello=HELLO, **until)
+    poll(server, server.connected)
+    (remote,) = server.connected()
+    ends = of_host, remote.link
+    for link in ends:
+        link._opened_at -= 2 * messages.HELLO_SECONDS
+        link.receive()
+        assert link.open, link.fault
+    for sender, receiver in (ends, ends[::-1]):
+        texts = ["a" * (2 * messages.MAX_HELLO), "b"]
+        for text in texts:
+            sender.send(text=text)
+        received, deadline = [], time.monotonic() + 30
+        while len(received) < 2 and receiver.open and time.monotonic() < deadline:
+            received += [one["text"] for one in receiver.receive() if "text" in one]
+        assert received == texts, receiver.fault
+    of_host.close()
+
+
 def test_a_line_of_60_mb_of_a_host_ends_at_the_limit(server):
     with join(server) as host:
         poll(server, server.connected)

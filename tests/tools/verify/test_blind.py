@@ -135,17 +135,32 @@ def test_a_line_that_few_tests_reach_meets_those_of_its_function_and_file(lines,
     assert "slow" not in [test.name for test in chosen]
 
 
+def test_a_constant_meets_the_tests_of_the_lines_that_name_it(tmp_path):
+    (tmp_path / "meshtrain").mkdir()
+    (tmp_path / FILE).write_text("LIMIT = 3\ndef f(): return LIMIT\ndef g(): return LIMITS\n")
+    known = contexts.Contexts(tmp_path, Path("nowhere"), None)
+    known.tests = {name: contexts.Test(name, 1.0) for name in "abcd"}
+    known.reached = {FILE: {2: {"a", "b", "c"}, 3: {"d"}}}
+    mutant = mutate.Mutant("step", FILE, 1, 1, (0, 0), "constant", "3", "4", 8, 9)
+    chosen, how_near = run.choose(mutant, known)
+    assert ({test.name for test in chosen}, how_near) == ({"a", "b", "c"}, "use")
+
+
 def test_equivalent_mutants_do_not_count_and_verify_can_still_find_survivors(tmp_path):
-    def line(number, stage, outcome):
-        where = {"area": "step", "file": FILE, "line": 1, "kind": "constant"}
-        return (
-            {"number": number, "stage": stage, "before": "1", "after": "2"}
-            | where
-            | {
-                "outcome": outcome,
-                "by": "",
-            }
-        )
+    def line(number, stage, outcome, is_final=True):
+        return {
+            "number": number,
+            "stage": stage,
+            "area": "step",
+            "file": FILE,
+            "line": 1,
+            "kind": "constant",
+            "before": "1",
+            "after": "2",
+            "outcome": outcome,
+            "by": "",
+            "is_final": is_final,
+        }
 
     lines = [{"seed": 7, "num": 6, "commit": "0123456789", "date": "2026-01-01"}]
     lines += [line(0, "tests", "failed"), line(1, "tests", "timeout"), line(2, "tests", "survived")]
@@ -160,6 +175,9 @@ def test_equivalent_mutants_do_not_count_and_verify_can_still_find_survivors(tmp
     text = run.table(tmp_path, classes)
     assert "| 7 | 01234567 | 5 of 6 | 2 | 1 | 1 | 1, 1 not classified | 75 % |" in text
     assert "| constant | 3 of 4 |" in text
+    with open(tmp_path / "seed_7.jsonl", "a") as file:
+        file.write(json.dumps(line(5, "tests", "survived", is_final=False)) + "\n")
+    assert "contexts not complete" in run.table(tmp_path, classes)
     assert "| 7.3 |" in text and "no reader" in text and "| 7.2 |" not in text
 
 
