@@ -457,7 +457,7 @@ def replace_file(path: Path, text: str) -> None:
     """
     new = path.with_name(path.name + ".new")
     try:
-        if not path.parent.exists():
+        if not path.parent.is_dir():
             path.parent.mkdir()
             storage.sync(path.parent.parent)
         new.unlink(missing_ok=True)  # it may be a link
