@@ -12,6 +12,7 @@ from meshtrain.models import lora, transformer
 from meshtrain.models.base import Model, Params, is_measured
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.tools.verify import certificate, variants
+from meshtrain.tools.verify.laws import starting_values
 from meshtrain.tools.verify.reference import adapter as reference_adapter
 from meshtrain.tools.verify.reference import model as reference_model
 from meshtrain.tools.verify.reference import step as reference_step
@@ -96,8 +97,8 @@ def decoder_of(c: Mapping[str, Any], batch: Batch) -> str | None:
 def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
     """Law: a transformer has the initial values, loss and gradients of the reference model.
 
-    Of the initial values, the standard deviations are compared. `c` is a `model` section; besides,
-    it may have an adapter.
+    Of the initial values, the distributions are compared, see starting_values.py. `c` is a `model`
+    section; besides, it may have an adapter.
     """
     section = {key: value for key, value in c.items() if key != variants.ADAPTER}
     adapter = c.get(variants.ADAPTER)
@@ -123,11 +124,14 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
     differing = sorted(stddevs.keys() ^ leaves.keys())
     if differing:
         return f"{differing[0]} is {'missing' if differing[0] in stddevs else 'not expected'}"
-    for name, leaf in leaves.items():
-        if abs(leaf.std() - stddevs[name]) > 4 * stddevs[name] / leaf.size**0.5:
-            return f"{name}: initial standard deviation {leaf.std():.3g}, not {stddevs[name]:.3g}"
-        if stddevs[name] and np.unique(leaf).size < leaf.size / 2:
-            return f"{name}: initial values are repeated"
+    constants = {
+        name: reference_model.initial_constant(name, typed)
+        for name, stddev in stddevs.items()
+        if not stddev
+    }
+    fault = starting_values.fault_of(leaves, stddevs, constants)
+    if fault:
+        return fault
 
     # Perturbed, because an error in a scale of one or a bias of zero would not show.
     params = jax.tree.map(lambda leaf: leaf + 0.1 * random.normal(size=leaf.shape), initial)

@@ -233,6 +233,16 @@ def initial_stddevs(c: TransformerConfig) -> dict[str, float]:
     return stddevs if c.tie_embeddings else stddevs | {"output/kernel": c.d_model**-0.5}
 
 
+def initial_constant(path: str, c: TransformerConfig) -> float:
+    """Returns the value at which a parameter starts whose initial values do not vary."""
+    layer, _, name = path.rpartition("/")
+    if name in ("load", "score"):
+        return 1 / c.num_experts
+    # Norms of latents are plain, whatever the other norms are.
+    from_zero = c.norm == "rms_1p" and not layer.endswith("_down_norm")
+    return 1.0 if name == "scale" and not from_zero else 0.0
+
+
 def _stddevs_of_layer(c: TransformerConfig, is_sparse: bool) -> dict[str, float]:
     from_residual, to_residual = c.d_model**-0.5, (2 * c.num_layers) ** -0.5
     stddevs, qkv, latent = {}, {}, {}
