@@ -168,6 +168,7 @@ class Worker:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
 
 
 def limit_of(test: contexts.Test) -> float:
