@@ -30,9 +30,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -124,12 +125,16 @@ def command_of(mutant: Mutant, stage: str) -> list[str]:
     return [sys.executable, "-m", "meshtrain", "verify", *flags]
 
 
-def observe(command: list[str], stage: str, folder: Path, timeout: float) -> dict[str, str]:
-    """Runs a stage until it finds a bug; returns the outcome, and the line that says so."""
+def observe(command: list[str], stage: str, folder: Path, timeout: float) -> dict[str, Any]:
+    """Runs a stage until it finds a bug.
+
+    Returns the outcome, the line that says so, and the seconds that it took.
+    """
 
     def short(line: str) -> str:  # without the first figures, difference and seconds
         return re.sub(r"^\s*\S+\s+[\d.]+ s\s+", "", line).strip()[:200]
 
+    start = time.monotonic()
     pattern, line, last = FOUND_BY_TESTS if stage == "tests" else FOUND, "", ""
     environ = os.environ | {"PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1"}
     how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
@@ -146,12 +151,14 @@ def observe(command: list[str], stage: str, folder: Path, timeout: float) -> dic
             last = line if line.strip() else last
     timer.cancel()
     RUNNING.discard(process)
+    seconds = round(time.monotonic() - start)
     if pattern.search(line):
         crashed = stage != "tests" and CRASH.search(line)
-        return {"outcome": "crashed" if crashed else "killed", "by": short(line)}
+        outcome = "crashed" if crashed else "killed"
+        return {"outcome": outcome, "by": short(line), "seconds": seconds}
     code = process.returncode
     outcome = "timeout" if late.is_set() else "crashed" if code else "survived"
-    return {"outcome": outcome, "by": short(last) if code else ""}
+    return {"outcome": outcome, "by": short(last) if code else "", "seconds": seconds}
 
 
 def end(process: subprocess.Popen) -> None:
@@ -182,7 +189,7 @@ def examine(mutant: Mutant, args: argparse.Namespace, known: dict, record) -> se
     return outcomes
 
 
-def read_results(path: Path = RESULTS) -> dict[tuple[str, str, str], dict[str, str]]:
+def read_results(path: Path = RESULTS) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Returns the results by bug, stage and digest of the patch."""
     results = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return {(one["mutant"], one["stage"], one["digest"]): one for one in results}
@@ -199,7 +206,9 @@ def table(mutants: list[Mutant], results: dict) -> str:
         cells = [one["outcome"] if one else "" for one in found.values()]
         cells = ["n/a"] * 2 + cells[2:] if mutant.config == NONE else cells
         by = f"`{found[killer]['by']}`".replace("|", "\\|") if killer else ""
-        rows.append([f"`{mutant.name}`", mutant.bug.replace("|", "\\|"), *cells, by])
+        # Results of older versions of this script have no time.
+        seconds = str(found[killer].get("seconds", "")) if killer else ""
+        rows.append([f"`{mutant.name}`", mutant.bug.replace("|", "\\|"), *cells, seconds, by])
     total = (
         f"{len(mutants)} bugs: {counts['quick']} found by `verify --quick`, {counts['full']} by "
         "`verify`, "
@@ -208,7 +217,7 @@ def table(mutants: list[Mutant], results: dict) -> str:
         f"{counts['tests']} by the tests ({counts['tests alone']} of them not run with `--quick`), "
     )
     total += f"{counts['open']} by nothing that was run; {counts['not run']} not run.\n"
-    heads = ["bug", "what is wrong", "verify --quick", "verify", "tests", "found by"]
+    heads = ["bug", "what is wrong", "verify --quick", "verify", "tests", "s", "found by"]
     lines = ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
     return "\n".join([INTRODUCTION + total, *lines, ""])
 
@@ -239,7 +248,7 @@ def main() -> int:
         text = table(mutants, read_results(args.results))
         args.results.with_name(TABLE.name).write_text(text)
 
-    def record(result: dict[str, str]) -> None:
+    def record(result: dict[str, Any]) -> None:
         with lock:
             if interrupted.is_set():
                 raise KeyboardInterrupt
