@@ -19,6 +19,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "project/contributing.md",
     "benchmarks/README.md": "project/benchmarks.md",
     "tests/mutants/README.md": "project/mutants.md",
+    "tests/blind/README.md": "project/blind.md",
 }
 LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 

@@ -30,7 +30,7 @@ LIBRARY = re.compile(
 )
 
 # Functions of this package for which the line of the caller is shown.
-HELPERS = ("constrain", "gathered", "flat_dot_general", "look_up", "lookup")
+HELPERS = ("constrain", "gathered", "flat_dot_general", "Linear", "look_up", "lookup")
 REDUCE_SCATTER_NOTE = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
 BITS_NOTE = "sent in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
 MESSAGE_NOTE = "sent between TPU slices as messages, padded to tiles of 8 x 128 elements"
