@@ -116,13 +116,14 @@ def test_stages_run_until_one_finds_the_bug_and_results_are_not_computed_again(m
 def test_results_are_those_of_the_newest_patch(tmp_path):
     mutant = MUTANTS["sync_first_shard_only"]
     result = {"mutant": mutant.name, "stage": "quick", "outcome": "killed", "by": "a | b"}
+    result["seconds"] = 7
     path = tmp_path / "results.jsonl"
     path.write_text(json.dumps(result | {"digest": "of an older patch"}) + "\n")
     assert "1 not run" in run.table([mutant], run.read_results(path))
     path.write_text(json.dumps(result | {"digest": mutant.digest}) + "\n")
     text = run.table([mutant], run.read_results(path))
     assert "1 bugs: 1 found by `verify --quick`" in text
-    assert f"| `{mutant.name}` | {mutant.bug} | killed |  |  | `a \\| b` |" in text
+    assert f"| `{mutant.name}` | {mutant.bug} | killed |  |  | 7 | `a \\| b` |" in text
 
 
 @pytest.mark.slow
