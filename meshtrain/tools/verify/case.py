@@ -27,6 +27,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.models import lora_layer, trees
 from meshtrain.models.base import Model, Params
 from meshtrain.models.transformer_config import VOCAB_MULTIPLE
+from meshtrain.ops import dropout as masks
 from meshtrain.ops.losses import MIB
 from meshtrain.optim import base as optim
 from meshtrain.parallel import sharding
@@ -265,7 +266,7 @@ class AdapterCase:
         self, number: int, params: Params, opt_state: Any, batch: Any, clip_norm: float
     ) -> reference_step.Step:
         """Returns the expected step `number`, of these parameters and this optimizer state."""
-        if self.adapter.dropout and getattr(batch, "row_keys", None) is not None:
+        if self.adapter.dropout and masks.row_keys(batch) is not None:
             # A product A B has no place for it; laws/model.py compares this model with formulas.
             sums, grads = jax.device_get(self._gradients(params, batch))
         else:

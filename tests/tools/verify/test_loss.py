@@ -371,7 +371,6 @@ def test_the_plugin_gives_a_test_its_devices(tmp_path):
     (tmp_path / "test_mine.py").write_text(A_TEST)
     environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    plugin = ["-p", pytest_plugin.__name__]
-    command = [sys.executable, "-m", "pytest", "-q", *plugin, "test_mine.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "test_mine.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
