@@ -107,7 +107,7 @@ def pages_with(is_wanted) -> list[str]:
 
 def prose_of(page: str) -> str:
     """Returns a page without its blocks, with the same line numbers."""
-    parts = re.split(r"^```.*$", PAGES[page].read_text(), flags=re.MULTILINE)
+    parts = re.split(r"^```.*$", (ROOT / page).read_text(), flags=re.MULTILINE)
     return "".join(part if i % 2 == 0 else "\n" * part.count("\n") for i, part in enumerate(parts))
 
 

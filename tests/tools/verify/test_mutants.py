@@ -50,6 +50,36 @@ def test_a_patch_that_does_not_apply_is_an_error(copy, capfd):
     assert "patch does not apply" in capfd.readouterr().err
 
 
+def test_a_patch_without_a_known_kind_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    for kind in ("", "Kind: sums\n"):
+        (tmp_path / "a.patch").write_text(f"Bug: wrong\n{kind}Tests: tests/test_docs.py\n\n")
+        with pytest.raises(ValueError, match=r"^a.patch: Kind: '(sums)?' is none of formula, mask"):
+            run.load()
+
+
+def test_each_kind_has_bugs_and_a_real_bug_names_planted_ones_of_its_kind():
+    assert {mutant.kind for mutant in MUTANTS.values()} == {*run.KINDS}
+    bugs = run.load_real_bugs()
+    assert len({bug["link"] for bug in bugs}) == len(bugs) >= 30
+    for bug in bugs:
+        assert re.fullmatch(r"https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", bug["link"])
+        assert bug["state"] in ("open", "closed", "merged") and bug["kind"] in run.KINDS
+        kinds = {MUTANTS[name].kind for name in bug["planted"]}
+        assert bug["kind"] in kinds if kinds else bug["why"], bug["link"]
+
+
+def test_the_page_has_the_tables_of_the_patches_and_results():
+    page = run.PROOF.read_text()
+    assert page == run.proof(run.load(), run.read_results()), (
+        "write it with: python tests/mutants/run.py --stages="
+    )
+    outdated = page.replace("| planted |", "| planted before |")
+    assert outdated != run.with_tables(outdated, {"kinds": "a"}) != page
+    with pytest.raises(ValueError):
+        run.with_tables(page, {"unknown": "a table"})
+
+
 def test_the_table_is_that_of_the_patches_and_results():
     assert run.TABLE.read_text() == run.table(run.load(), run.read_results()), (
         "write it with: python tests/mutants/run.py --stages="
@@ -57,7 +87,7 @@ def test_the_table_is_that_of_the_patches_and_results():
     assert all(f"| `{name}` |" in run.TABLE.read_text() for name in MUTANTS)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/verify.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/verify.md", "docs/proof.md"])
 def test_the_documentation_has_their_number(page):
     assert re.search(rf"\b{len(MUTANTS)} (planted )?bugs", (run.ROOT / page).read_text())
 
@@ -122,7 +152,10 @@ def test_results_are_those_of_the_newest_patch(tmp_path):
     assert "1 not run" in run.table([mutant], run.read_results(path))
     path.write_text(json.dumps(result | {"digest": mutant.digest}) + "\n")
     text = run.table([mutant], run.read_results(path))
-    assert "1 bugs: 1 found by `verify --quick`" in text
+    assert "1 bugs: 1 found by `verify --quick`" in text and f"\n## {mutant.kind}\n" in text
+    kinds = run.table_of_kinds([mutant], run.read_results(path))
+    row = f"| [{mutant.kind}](../tests/mutants/README.md#{mutant.kind}) | {run.KINDS[mutant.kind]}"
+    assert f"{row} | 1 | 1 | 0 | 0 | 0 | 0 | 7 of 1 |" in kinds
     assert f"| `{mutant.name}` | {mutant.bug} | killed |  |  | 7 | `a \\| b` |" in text
 
 
