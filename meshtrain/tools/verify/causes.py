@@ -92,6 +92,22 @@ def _inner(equation: Any) -> list[Any]:
     return [getattr(one, "jaxpr", one) for one in params if hasattr(one, "eqns")]
 
 
+def sizes_of_scan(equation: Any) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried values of a scan; its slices follow them.
+
+    By the shapes, since the parameters of the equation differ between versions of jax: an
+    iteration gets slices with one dim less.
+    """
+    (jaxpr,) = _inner(equation)
+
+    def num_unsliced(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        are_equal = [a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True)]
+        return are_equal.index(False) if False in are_equal else len(are_equal)
+
+    num_carry = num_unsliced(equation.outvars, jaxpr.outvars)
+    return num_unsliced(equation.invars, jaxpr.invars) - num_carry, num_carry
+
+
 def _is_float(value: Any) -> bool:
     return jnp.issubdtype(getattr(value.aval, "dtype", None) or np.int32, jnp.inexact)
 
@@ -269,7 +285,7 @@ def _within(equation: Any, inputs: list[list[Any]], differs: Callable, outer: st
         return None
     jaxpr, consts = getattr(called[0], "jaxpr", called[0]), getattr(called[0], "consts", [])
     if equation.primitive.name == "scan":  # its first iteration
-        first_x = equation.params["num_consts"] + equation.params["num_carry"]
+        first_x = sum(sizes_of_scan(equation))
         inputs = [[*one[:first_x], *(x[0] for x in one[first_x:])] for one in inputs]
     if equation.primitive.name == "while" or len(jaxpr.invars) != len(inputs[0]):
         return None

@@ -35,6 +35,7 @@ import jax
 from meshtrain.models.base import Model
 from meshtrain.ops.experts import EXPERTS
 from meshtrain.program import Program
+from meshtrain.tools.verify.causes import sizes_of_scan
 
 MODEL = "verified_model"  # the scope of the model's equations
 SHARE = "share"  # that of a sum of which all terms but one are zero, see pipeline/per_stage.py
@@ -169,13 +170,14 @@ class _Walk:
         """Returns the marks of the results of an equation; checks it if it has none inside."""
         name, params = equation.primitive.name, equation.params
         if name == "scan":
-            first, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+            first, num_carry = sizes_of_scan(equation)
+            end = first + num_carry
             consts, carry, slices = entering[:first], entering[first:end], entering[end:]
 
             def iterate(carry):
                 return self.run(params["jaxpr"], [*consts, *carry, *slices], scope)
 
-            return self.run_loop(id(params["jaxpr"].jaxpr), iterate, carry)
+            return self.run_loop(id(params["jaxpr"]), iterate, carry)
         if name == "while":
             first, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
             consts, carry = entering[first:end], entering[end:]
