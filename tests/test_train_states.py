@@ -18,13 +18,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import Phase, note, settings
+from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     rule,
-    run_state_machine_as_test,
 )
 
 from meshtrain import console
@@ -42,6 +41,7 @@ from meshtrain.storage import open_workdir
 from meshtrain.train import Result
 from tests.lib import run_states
 from tests.lib.configs import tiny_config
+from tests.lib.machines import run_machine
 from tests.lib.rows import rows
 from tests.lib.run_states import BATCH, NUM_BATCHES, Batch, PromisedRun, Settings, Start, State
 
@@ -604,24 +604,10 @@ SHARED_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 CONFIG = parse(tiny_config(), num_devices=8)
 
 
-def run_machine(num_examples, num_starts):
-    run_state_machine_as_test(
-        TrainingStates,
-        settings=settings(
-            max_examples=num_examples,
-            stateful_step_count=num_starts,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],  # Phase.shrink takes minutes
-        ),
-    )
-
-
 def test_a_run_keeps_its_promises_through_spikes_skips_stops_and_crashes():
-    run_machine(35, 6)
+    run_machine(TrainingStates, num_examples=35, num_rules=6)
 
 
 @pytest.mark.slow
 def test_a_run_keeps_its_promises_in_many_more_stories():
-    run_machine(400, 8)
+    run_machine(TrainingStates, num_examples=400, num_rules=8)

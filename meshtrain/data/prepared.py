@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtrain import foreign
+from meshtrain import foreign, storage
 from meshtrain.errors import ConfigError
 
 MANIFEST = "manifest.json"
@@ -135,13 +135,4 @@ def write_durably(path: Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that new and renamed files in it survive a crash."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    storage.sync(path.parent)

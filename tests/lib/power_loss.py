@@ -94,7 +94,7 @@ def _zeros(write: Operation) -> Operation:
 
 
 def _torn(write: Operation) -> Iterator[tuple[str, Operation]]:
-    """Yields what of a write may have reached the disk, besides all of it."""
+    """Yields the parts of a write that alone may have reached the disk."""
     size = len(write.data)
     yield "zeros", _zeros(write)
     for length in sorted({1, size // 2, size - 1} & {*range(1, size)}):

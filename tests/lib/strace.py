@@ -20,7 +20,7 @@ Tree = dict[str, bytes | None]  # path -> content of a file, None of a folder
 
 
 class Operation(NamedTuple):
-    """An operation that has changed the folder, or flushed a part of it.
+    """An operation that has changed the folder, or flushed something in it.
 
     link: `folder` gets the entry `name` of `node`, a new file or folder; unlink: the entry is
     removed; rename: the entry becomes `new_name` of `new_folder`; write: `node` gets `data` at

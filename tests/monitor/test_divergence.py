@@ -10,14 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 import meshtrain
@@ -29,6 +27,7 @@ from tests.lib import run_states
 from tests.lib.compare import assert_bit_equal
 from tests.lib.configs import tiny_config
 from tests.lib.line_fit import line_fit, squares
+from tests.lib.machines import run_machine
 from tests.lib.rows import events, rows
 
 
@@ -577,17 +576,7 @@ class LossStates(RuleBasedStateMachine):
 
 
 def test_losses_are_watched_as_promised_in_any_order():
-    run_state_machine_as_test(
-        LossStates,
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=25,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-        ),
-    )
+    run_machine(LossStates, num_examples=40, num_rules=25)
 
 
 def test_parameters_stay_finite_on_every_device():

@@ -362,6 +362,8 @@ def main() -> int:
     mutants, known = load(), read_results(args.results)
     lock, interrupted = threading.Lock(), threading.Event()
     chosen = [one for one in mutants if any(fnmatch.fnmatch(one.name, n) for n in args.names)]
+    if not chosen:
+        parser.error(f"{' '.join(args.names)}: no such bug; README.md lists them")
     if args.unchanged:
         files = tuple(sorted({file for one in chosen for file in one.tests}))
         configs = sorted({one.config for one in chosen} - {NONE})

@@ -6,7 +6,6 @@ The links are objects in memory, and the clock is set by hand.
 import types
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,13 +13,13 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from meshtrain.errors import EXIT_PREEMPTED, ConfigError
 from meshtrain.supervise import nodes
 from meshtrain.supervise.workers import RankAssignment
 from tests.lib.hellos import STATUS
+from tests.lib.machines import run_machine
 from tests.lib.supervised import ended
 
 REPLACE_AFTER = 5.0  # seconds of silence after which another host may have a rank
@@ -178,17 +177,7 @@ class NodeStates(RuleBasedStateMachine):
 
 
 def test_each_rank_belongs_to_one_host_whatever_joins_and_leaves():
-    run_state_machine_as_test(
-        NodeStates,
-        settings=settings(
-            max_examples=60,
-            stateful_step_count=25,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-        ),
-    )
+    run_machine(NodeStates, num_examples=60, num_rules=25)
 
 
 @pytest.mark.parametrize(

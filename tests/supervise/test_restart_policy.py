@@ -4,18 +4,18 @@ import time
 import types
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     rule,
-    run_state_machine_as_test,
 )
 
 from meshtrain.errors import EXIT_PREEMPTED, ConfigError
 from meshtrain.supervise import restart_policy
 from meshtrain.supervise.restart_policy import Outcome, RestartBudget, Settings
+from tests.lib.machines import run_machine
 from tests.lib.supervised import PromisedBudget, ended, status
 
 
@@ -171,17 +171,7 @@ class BudgetStates(RuleBasedStateMachine):
 
 
 def test_restarts_are_limited_as_promised_whatever_ends_the_attempts():
-    run_state_machine_as_test(
-        BudgetStates,
-        settings=settings(
-            max_examples=60,
-            stateful_step_count=30,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-        ),
-    )
+    run_machine(BudgetStates, num_examples=60, num_rules=30)
 
 
 @pytest.mark.parametrize(

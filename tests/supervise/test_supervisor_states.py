@@ -9,14 +9,12 @@ import types
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from meshtrain.cluster import progress
@@ -24,6 +22,7 @@ from meshtrain.supervise import restart_policy, supervisor
 from meshtrain.supervise.restart_policy import Settings
 from meshtrain.supervise.running_clock import RunningClock
 from meshtrain.supervise.workers import Exit, ProcessStatus
+from tests.lib.machines import run_machine
 from tests.lib.supervised import PromisedBudget
 
 TICK = 0.1  # seconds between polls
@@ -589,24 +588,10 @@ def test_with_hosts_missing_the_fewest_processes_still_start():
         machine.teardown()
 
 
-def run_machine(num_examples, num_rules):
-    run_state_machine_as_test(
-        SupervisorStates,
-        settings=settings(
-            max_examples=num_examples,
-            stateful_step_count=num_rules,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-        ),
-    )
-
-
 def test_a_supervisor_keeps_its_promises_whatever_fails():
-    run_machine(50, 20)
+    run_machine(SupervisorStates, num_examples=50, num_rules=20)
 
 
 @pytest.mark.slow
 def test_a_supervisor_keeps_its_promises_in_many_more_stories():
-    run_machine(400, 40)
+    run_machine(SupervisorStates, num_examples=400, num_rules=40)

@@ -5,20 +5,19 @@ import sys
 import types
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from meshtrain.cluster import progress
 from meshtrain.supervise import restart_policy
 from meshtrain.supervise.running_clock import MAX_ADVANCE, RunningClock
 from meshtrain.supervise.workers import RankAssignment, Workers, _Child
+from tests.lib.machines import run_machine
 
 
 def test_processes_get_their_ranks_in_variables(tmp_path):
@@ -170,14 +169,4 @@ class ClockStates(RuleBasedStateMachine):
 
 
 def test_signs_of_life_are_timed_by_the_clock_of_the_supervisor():
-    run_state_machine_as_test(
-        ClockStates,
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=25,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-        ),
-    )
+    run_machine(ClockStates, num_examples=40, num_rules=25)

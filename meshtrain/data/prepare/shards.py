@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from meshtrain import foreign
+from meshtrain import foreign, storage
 from meshtrain.data import indexed, prepared
 from meshtrain.data.prepare.inputs import Position
 from meshtrain.errors import ConfigError
@@ -71,7 +71,7 @@ class Journal:
                 # The old tokenizer may have been trained with other settings.
                 (folder / "tokenizer.json").unlink(missing_ok=True)
             self._append({"settings": self.settings})
-            prepared.sync_folder(folder)
+            storage.sync(folder)
             return
         _check_settings(folder, lines[0]["settings"], self.settings)
         self.shards = lines[1:]

@@ -118,7 +118,7 @@ def verify(
     return Certificate(case.name, TOLERANCE, tuple(violations), tuple(results), not_covered)
 
 
-QUICK_LAWS = ("schedule", "adamw", "keys", "dropout", "stochastic rounding")
+QUICK_LAWS = ("schedule", "optimizer", "keys", "dropout", "rounded values")
 
 
 def _tasks(rows: Sequence[Row], low_rows: Sequence[Row], law_names: Sequence[str]) -> list[Task]:

@@ -1,7 +1,7 @@
 """Laws of dtypes: what must be computed in float32 is, by the dtypes of the traced step.
 
 They read the equations of the step that `train` runs and of its evaluation, in bfloat16 or float16;
-nothing is compiled or run. Equations of the model and of the trainer are told apart by a scope.
+nothing is compiled or run. A scope marks the equations of the model; all others are of the trainer.
 
 The trainer, around any model:
 
