@@ -143,11 +143,8 @@ def on_terminal(arguments, *, until=None, columns=0, **variables):
     )
     terminal = dict(stdin=follower, stdout=follower, stderr=follower, start_new_session=True)
     command = [sys.executable, "-c", own, *arguments]
-    environ = {
-        "TERM": "xterm",
-        **os.environ,
-        **variables,
-    }  # without TERM, the tokenizers package shows nothing
+    # Whatever the terminal of the tests is; without TERM, the tokenizers package shows nothing.
+    environ = os.environ | {"TERM": "xterm"} | variables
     process = subprocess.Popen(command, cwd=ROOT, env=environ, **terminal)
     os.close(follower)
     shown = ""
