@@ -72,7 +72,7 @@ PARAMETER = "parameter"  # a parameter, perhaps in another dtype or layout
 PRODUCT = "product of two activations"  # in 16 bits, since the last matrix product
 LINEAR = "linear layer"  # the same of an activation and a parameter
 LOST = "subtraction, square or tanh"  # in 16 bits, since the last matrix product
-COMPUTED = "arithmetic"  # the same of any arithmetic
+COMPUTED = "arithmetic"  # the same of any arithmetic, or rounded to 16 bits
 EXPONENTIAL = "exponential"
 STATISTIC = "statistic"
 # Marks (IS, loop, number) and (OF, loop, number): a value that a loop carries, and what is computed
@@ -131,7 +131,7 @@ def fault_of(program: Program, batch: Any, *, is_transformer: bool) -> str | Non
         if walk.fault is not None:
             return walk.fault
         if is_transformer and COMPUTED in frozenset().union(*results):
-            return "arithmetic in 16 bits between the logits and the sums of the loss"
+            return "arithmetic or rounding in 16 bits between the logits and the sums of the loss"
     return None
 
 
@@ -239,6 +239,8 @@ def _marks_after(equation: Any, entering: list[Marks]) -> Marks:
     """Returns the marks of the result of an equation without others inside."""
     name = equation.primitive.name
     marks = frozenset().union(*entering)
+    if name == "convert_element_type" and _is_rounding(equation) and PARAMETER not in marks:
+        return marks | {COMPUTED}
     if name in LAYOUT:
         return marks
     is_scaling = name == "neg" or (
@@ -276,9 +278,7 @@ def _fault_of_trainer(equation: Any, entering: list[Marks], scope: str) -> str |
     if dtype is None or name in COMPARISONS or SHARE in scope.split("/"):
         return None
     if name == "convert_element_type":
-        before = _dtype_of(equation.invars[0])
-        is_rounded = before.startswith("float") and before != dtype
-        if _dtype_of(equation.outvars[0]) in HALF and is_rounded and PARAMETER not in entering[0]:
+        if _is_rounding(equation) and PARAMETER not in entering[0]:
             return f"the trainer rounds a value that is no parameter to {dtype}"
         return None
     return None if name in LAYOUT else f"the trainer computes {name} in {dtype}"
@@ -332,6 +332,12 @@ def _num_terms(equation: Any) -> float:
 
 def _dtype_of(value: Any) -> str:
     return str(getattr(value.aval, "dtype", ""))
+
+
+def _is_rounding(equation: Any) -> bool:
+    """Returns whether a `convert_element_type` rounds floats to 16 bits."""
+    before, after = _dtype_of(equation.invars[0]), _dtype_of(equation.outvars[0])
+    return after in HALF and before in ("float32", "float64")
 
 
 def _half_of(equation: Any) -> str | None:
