@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint._src.metadata import array_metadata_store
 
 from meshtrain import storage
 from meshtrain.checkpoint import manifest, orbax_patches
@@ -43,6 +44,9 @@ def _raise(fault: Exception | None) -> None:
 # ---- writing ----
 
 NUM_BARRIERS = 2  # of a save of Orbax: all have written; process 0 has merged what they wrote
+# Replicas of an array each write a part of it, if the part has at least this many bytes. For each
+# part XLA compiles a program that cuts it out, which takes longer than to write a small array.
+MIN_PART_OF_REPLICA = 2**20
 
 
 class Barriers(Protocol):
@@ -51,6 +55,14 @@ class Barriers(Protocol):
     def wait(self, seconds: float) -> None: ...
     def fail(self, reason: str) -> None: ...
     def forget(self) -> None: ...
+
+
+def _handlers_of_arrays() -> ocp.type_handlers.TypeHandlerRegistry:
+    arrays = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=MIN_PART_OF_REPLICA,
+        array_metadata_store=array_metadata_store.Store(),  # as Orbax's default
+    )
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
 
 
 class AsyncWriter:
@@ -62,7 +74,9 @@ class AsyncWriter:
 
     def __init__(self, make_barriers: Callable[[int], Barriers] | None = None):
         self._orbax = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(use_zarr3=True),
+            ocp.PyTreeCheckpointHandler(
+                use_zarr3=True, type_handler_registry=_handlers_of_arrays()
+            ),
             async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._wait_for_all),
         )
         self._make_barriers = make_barriers

@@ -13,7 +13,7 @@ class Sections(ConfigDict):
     def __setitem__(self, key: str, value: Any) -> None:
         if isinstance(value, dict):
             value = ConfigDict(value)
-        if isinstance(value, ConfigDict):
+        if isinstance(value, ConfigDict) and key in self:
             # Without this, a value has to be of the type of the one that it replaces: `Section`.
             with self.ignore_type():
                 super().__setitem__(key, value)
