@@ -335,6 +335,11 @@ def test_the_scale_does_not_change_norm_and_update(float16_run):
     assert_same([jax.device_get(mu)], [jax.device_get(expected_mu)], rtol=1e-2)
 
 
+def test_the_loss_scale_starts_at_the_documented_power_of_two():
+    """Were it twice as large, the first step would overflow, and be skipped, more often."""
+    assert_bit_equal(state.start_loss_scale(), state.LossScale(np.float32(16), np.int32(0)))
+
+
 def float16_config(**train):
     c = tiny_config()
     c.train.update(dtype="float16", **train)

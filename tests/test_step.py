@@ -28,9 +28,10 @@ SECTION = {
 }
 NUM_STEPS = 6  # of the schedule; there are more batches
 
-# Weight of each batch. The gradients of the third are not finite, the fifth has no tokens.
+# Weight of each batch. The gradients of the third are not finite, the fifth has no tokens, and only
+# the loss of the seventh is infinite.
 WEIGHTS = (4.0, 0.5, 2.0, 1.0, 0.0, 8.0, 1.0, 3.0, 1.0, 1.0)
-BROKEN, EMPTY = 2, 4
+BROKEN, EMPTY, INFINITE = 2, 4, 6
 
 
 def batches():
@@ -53,9 +54,9 @@ def batches():
 @pytest.mark.parametrize("loss_scale", [None, 2.0**-3], ids=["", "loss scale"])
 def test_steps_equal_numpy_with_clipping_and_skipped_and_empty_batches(clip_norm, loss_scale, x64):
     def grad_fn(params, batch, key, scale, residual):
-        sums, weight = batch
+        sums, weight, loss = batch
         grads = jax.tree.map(lambda leaf: leaf * scale, sums)
-        return grads, Metrics(3 * weight, weight), residual
+        return grads, Metrics(loss * weight, weight), residual
 
     cfg = OptimConfig(**SECTION, clip_norm=clip_norm)
     schedule = optim.make_schedule(cfg, steps=NUM_STEPS)
@@ -75,11 +76,13 @@ def test_steps_equal_numpy_with_clipping_and_skipped_and_empty_batches(clip_norm
     moments = {path: {} for path in PATHS}
     num_updates, clipped = 0, set()
     for number, (sums, weight) in enumerate(batches()):
-        state, scalars = step(state, (laws.nested(sums), weight))
+        loss = math.inf if number == INFINITE else 3.0
+        state, scalars = step(state, (laws.nested(sums), weight, loss))
         grads = {path: leaf / (weight or 1) for path, leaf in sums.items()}
         norm = math.sqrt(sum(np.sum(leaf**2) for leaf in grads.values()))
         rate = reference.learning_rate(num_updates, SECTION, NUM_STEPS)
-        if number != BROKEN:
+        is_skipped = number in (BROKEN, INFINITE)
+        if not is_skipped:
             clipped.add(norm > clip_norm)
             grads = reference.clipped(grads, clip_norm)
             for path in PATHS:
@@ -93,10 +96,10 @@ def test_steps_equal_numpy_with_clipping_and_skipped_and_empty_batches(clip_norm
                     decay=reference.decay_of(path, HYPER),
                 )
             num_updates += 1
-        assert scalars["skipped"] == (number == BROKEN)
+        assert scalars["skipped"] == is_skipped
         np.testing.assert_allclose(scalars["grad_norm"], norm, rtol=1e-12)
         np.testing.assert_allclose(scalars["learning_rate"], rate, rtol=1e-6)
-        np.testing.assert_equal(float(scalars["loss"]), np.nan if number == EMPTY else 3.0)
+        np.testing.assert_equal(float(scalars["loss"]), np.nan if number == EMPTY else loss)
         wanted = laws.nested(expected) | frozen
         # The learning rate is in float32.
         jax.tree.map(

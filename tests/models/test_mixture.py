@@ -10,6 +10,8 @@ import pytest
 from meshtrain import state as states
 from meshtrain.errors import ConfigError
 from meshtrain.models import transformer
+from meshtrain.models.transformer_config import TransformerConfig
+from meshtrain.tools.verify.reference import model as reference_model
 from meshtrain.train import train
 from tests.lib.compare import assert_same
 from tests.lib.configs import tiny_config
@@ -301,6 +303,21 @@ def test_flops_count_the_experts_that_a_token_uses():
     attention = (sizes["dense"] - dense_mlp - 6 * 32 * 64) / 2
     assert sizes["used"] == experts + NUM_LAYERS * attention + 6 * 32 * 64
     assert used.num_inactive == NUM_LAYERS * (E - K) * 3 * 32 * 24 and dense.num_inactive == 0
+
+
+def test_dense_layers_at_the_start_rotate_by_the_length_of_their_row():
+    c = tiny_config()
+    c.model.update(num_experts=E, d_expert=24, first_dense_layers=1)
+    c.model.rope_scaling = ("dynamic", 4.0, 8.0)
+    c.model.rope_theta = 10.0
+    run = Run(c, "float64")
+    params = jax.device_get(run.start().params)
+    batch = run.batch()
+    model = TransformerConfig(**{k: v for k, v in c.model.to_dict().items() if k != "build"})
+    with run.program.active():
+        sums = jax.jit(run.program.eval_step)(params, batch)
+    expected = jax.jit(reference_model.loss, static_argnums=2)(params, jax.device_get(batch), model)
+    np.testing.assert_allclose(sums.loss, expected, rtol=1e-12)
 
 
 def test_flops_of_dense_layers_at_the_start_count_their_own_width():

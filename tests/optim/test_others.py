@@ -315,6 +315,7 @@ def test_what_is_no_matrix_gets_adamw():
         ("muon", {"axes": {"w": (None, None)}}, "make no parameter a matrix; name them"),
         ("muon", {"b2": 1.0}, "optim.b2=1.0: must be"),
         ("lion", {"b1": -0.1}, "optim.b1=-0.1: must be"),
+        ("adafactor", {"b1": -0.1}, "optim.b1=-0.1: must be"),
         ("adafactor", {"decay_rate": 0.0}, "optim.decay_rate=0.0: must be above 0"),
         ("schedule_free_adamw", {"b1": 0.0}, "optim.b1=0: schedule-free AdamW divides by it"),
     ],

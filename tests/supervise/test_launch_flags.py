@@ -165,7 +165,9 @@ def test_several_hosts_need_a_secret_or_the_permission_to_go_without(
     assert [s.nnodes for s, _ in started] == [2, 2]
 
 
-def test_one_host_needs_no_secret(started, capsys):
+@pytest.mark.parametrize("secret", ["", "too short"])
+def test_one_host_needs_no_secret(secret, started, monkeypatch, capsys):
+    monkeypatch.setenv("MESHTRAIN_SECRET", secret)
     assert run("--nproc=2 -- --config=x", capsys) == (0, "")
 
 
