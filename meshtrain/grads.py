@@ -117,10 +117,13 @@ def accumulate(
         microbatches = jax.vmap(split, in_axes=(0, None), out_axes=1)(shards, num_microbatches)
 
         first_microbatch = jax.tree.map(lambda leaf: leaf[0], microbatches)
-        shapes = jax.eval_shape(compute_grads_of_microbatch, 0, first_microbatch)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        numbered_microbatches = (jnp.arange(num_microbatches), microbatches)
-        (grads, metrics), _ = jax.lax.scan(add_microbatch, zeros, numbered_microbatches)
+        if num_microbatches == 1:
+            grads, metrics = compute_grads_of_microbatch(0, first_microbatch)
+        else:
+            shapes = jax.eval_shape(compute_grads_of_microbatch, 0, first_microbatch)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            numbered_microbatches = (jnp.arange(num_microbatches), microbatches)
+            (grads, metrics), _ = jax.lax.scan(add_microbatch, zeros, numbered_microbatches)
 
         # The only reduction over the shards, once per step.
         return synchronise(

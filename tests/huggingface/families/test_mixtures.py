@@ -122,7 +122,7 @@ def rewrite(workdir, path, change):
     )
     directory = workdir / "checkpoints"
     saved = manifest.read(directory / "0")
-    state = TrainState(np.int32(1), changed, opt_state=None)
+    state = TrainState(jnp.int32(1), changed, opt_state=None)
     folder = manifest.partial_folder(directory, 1)
     folder.mkdir()
     writer = AsyncWriter()
