@@ -5,7 +5,8 @@
 #   launch/test.sh [PYTEST ARGS]     such as tests/parallel/test_mesh.py -k layout (paths from the
 #                                    repository), or -m "slow or not slow" for all tests
 #
-# Runs one test file per core at a time, at most four; --pdb needs --numprocesses=0.
+# Runs one test file per core at a time, at most four, and one more, because some tests wait; --pdb
+# needs --numprocesses=0.
 # PYTHON and VENV: see launch/setup.sh.
 set -euo pipefail
 
@@ -21,5 +22,5 @@ else # pre-commit works on the files that Git knows
     "$python" -m ruff check --quiet
     "$python" -m ruff format --check
 fi
-exec "$python" -m pytest --numprocesses="$(nproc)" --maxprocesses=4 --dist=loadfile --no-loadscope-reorder \
+exec "$python" -m pytest --numprocesses="$(($(nproc) + 1))" --maxprocesses=5 --dist=loadfile --no-loadscope-reorder \
     --max-worker-restart=0 "${@:--mnot slow}"

@@ -1,4 +1,4 @@
-"""Divides the slow tests of more than 20 s into groups of about the same time.
+"""Divides the slow tests of more than 3 s into groups of about the same time.
 
 CI runs one group per commit.
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DURATIONS = Path(__file__).with_name("durations.json")
-LONG = 20  # seconds
+LONG = 3  # seconds
 
 
 def read_durations() -> dict[str, int]:

@@ -130,6 +130,7 @@ def test_only_the_memory_of_gpipe_grows_with_the_number_of_micro_batches(monkeyp
     assert [*one_f_one_b.values()] == ["1f1b, inputs", 0, 0]
 
 
+@pytest.mark.slow
 def test_bytes_by_axis_are_compared_with_the_minimum():
     args = SimpleNamespace(**TOY | dict(rows=8), microbatches=2)
     audited = {

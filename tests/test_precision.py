@@ -348,6 +348,7 @@ def float16_config(**train):
     return c
 
 
+@pytest.mark.slow
 def test_a_run_recovers_from_overflows_and_resumes_with_its_scale(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "FIRST_LOSS_SCALE", 2.0**24)
     folder = tmp_path / "uninterrupted"

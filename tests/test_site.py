@@ -36,6 +36,7 @@ class Loads(HTMLParser):
     any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings")),
     reason="needs the extra docs: bash launch/setup.sh docs",
 )
+@pytest.mark.slow
 def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", f"--site-dir={tmp_path}"]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -155,6 +155,7 @@ def test_with_a_changed_batch_size_a_run_resumes_with_the_next_sample(tmp_path):
     assert seen[:9] == [0, *range(48, 56)]
 
 
+@pytest.mark.slow
 def test_tokens_continue_when_a_run_resumes_with_another_seq_len(tmp_path):
     def tokens():
         return [row["tokens"] for row in rows(tmp_path)]
@@ -193,6 +194,7 @@ def test_an_incomplete_process_environment_is_rejected(ids, monkeypatch):
         distributed.initialize()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_records_the_same_evaluation_losses(tmp_path):
     def eval_losses(folder):
         return {row["step"]: row.get("eval_loss") for row in rows(tmp_path / folder)}

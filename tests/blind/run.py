@@ -217,7 +217,9 @@ def verify(mutant: mutate.Mutant, root: Path, timeout: float) -> dict:
     start = time.monotonic()
     path.write_bytes(mutant.apply(original))
     try:
-        settings = planted.Mutant("", "", (), planted.QUICKSTART, "", "")
+        settings = planted.Mutant(
+            name="", bug="", kind="", tests=(), config=planted.QUICKSTART, patch="", digest=""
+        )
         seen = planted.observe(planted.command_of(settings, "quick"), "quick", root, timeout)
     finally:
         path.write_bytes(original)

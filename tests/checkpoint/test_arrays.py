@@ -29,6 +29,7 @@ from tests.lib.configs import quick
 from tests.lib.rows import losses
 
 
+@pytest.mark.slow
 def test_a_restore_finds_damage_in_any_file_of_the_arrays(finished_run, tmp_path):
     """An index too: its arrays cannot be opened."""
     draw = random.Random(0)
@@ -139,6 +140,7 @@ def test_a_save_reads_no_array_and_a_restore_reads_each_once(tmp_path):
     assert saved < size / 20 and 0.8 * size < restored < 1.1 * size
 
 
+@pytest.mark.slow
 def test_after_damage_was_found_no_read_is_left_behind(workdir, monkeypatch):
     """Python would print a traceback for each."""
     left = []

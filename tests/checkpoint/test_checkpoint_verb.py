@@ -3,6 +3,8 @@
 import shutil
 import sys
 
+import pytest
+
 from meshtrain import __main__
 from meshtrain.checkpoint import find, manifest
 from meshtrain.cli import app
@@ -61,6 +63,7 @@ def test_a_run_may_remove_and_save_checkpoints_while_they_are_listed(workdir, ca
     assert lines == [["2", "valid"], ["6", "valid"], ["8", "valid"]]
 
 
+@pytest.mark.slow
 def test_verbs_look_again_if_the_run_has_removed_what_they_read(tmp_path, capsys, monkeypatch):
     train(text_run(tmp_path, steps=2), workdir=tmp_path / "run")
     saved = tmp_path / "saved"

@@ -61,6 +61,7 @@ def mutate(directory, draw):
     return kind, path.relative_to(directory)
 
 
+@pytest.mark.slow
 def test_300_random_corruptions_are_all_detected(finished_run, tmp_path):
     draw = random.Random(0)
     valid = checkpoints(finished_run) / "4"

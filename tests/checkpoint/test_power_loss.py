@@ -19,6 +19,7 @@ def scratch():
 
 
 @needs_strace
+@pytest.mark.slow
 def test_after_a_power_loss_a_start_finds_the_newest_checkpoint_that_was_committed(scratch):
     examined = starts.examine_disk(starts.record(scratch), scratch, **starts.QUICK)
     assert examined.faults == []

@@ -212,6 +212,7 @@ def test_a_checkpoint_is_read_with_the_model_and_tokenizer_that_it_has(finished,
 # ---- a run is self-contained ----
 
 
+@pytest.mark.slow
 def test_a_run_is_used_from_any_folder_after_its_data_has_moved(tmp_path, monkeypatch, capsys):
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())

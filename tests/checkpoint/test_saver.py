@@ -177,6 +177,7 @@ def test_retention_keeps_the_newest_every_nth_and_the_best(finished_run):
     assert steps(1, keep_best=1) == {1, 5} and steps(1, keep_best=2) == {1, 4, 5}
 
 
+@pytest.mark.slow
 def test_a_run_applies_retention_and_saves_every_few_minutes(tmp_path):
     c = saving(7, every=1, keep_every=3)
     c.checkpoint.keep_last = 1

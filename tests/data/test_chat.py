@@ -439,6 +439,7 @@ def workdir(tmp_path_factory, folders):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_run_learns_replies_and_keeps_the_template(workdir):
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]

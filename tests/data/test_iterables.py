@@ -78,6 +78,7 @@ def test_epochs_resume_and_continue_to_more(tmp_path):
     assert (record.steps, record.epochs) == (6, 0.0)
 
 
+@pytest.mark.slow
 def test_a_run_with_data_of_ones_own_records_no_other_data(tmp_path, capsys):
     """The config's data was not read: other verbs say so, and may name other data."""
     c = quick(steps=1)
@@ -207,6 +208,7 @@ def test_numbers_outside_the_tables_of_the_model_are_rejected(batch, message, ki
         train(c, **(data or {"data": [batch_of()], "eval_data": [batch]}))
 
 
+@pytest.mark.slow
 def test_a_target_of_weight_0_may_be_any_number():
     c = tiny_config()
     c.train.steps, c.eval.every = 1, 1

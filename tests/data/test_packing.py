@@ -281,7 +281,7 @@ def one_document_per_row(docs, first, last, seq_len):
     return reference_step.Batch(*batch, weights)
 
 
-@pytest.mark.parametrize("kind", ["windows", "best_fit"])
+@pytest.mark.parametrize("kind", [pytest.param("windows", marks=pytest.mark.slow), "best_fit"])
 def test_packed_rows_have_the_gradients_of_one_document_per_row(tmp_path, x64, kind):
     # Windows of 16 must not split these documents: the second part would not see the first.
     sizes = (5, 11, 16, 3, 6, 7, 15, 1, 30) if kind == "best_fit" else (5, 11, 16, 3, 6, 7, 15, 1)
@@ -320,7 +320,7 @@ def test_packed_rows_have_the_gradients_of_one_document_per_row(tmp_path, x64, k
 # ---- through the trainer ----
 
 
-@pytest.mark.parametrize("kind", ["windows", "best_fit"])
+@pytest.mark.parametrize("kind", ["windows", pytest.param("best_fit", marks=pytest.mark.slow)])
 def test_a_run_trains_on_packed_rows(tmp_path, kind):
     parsed = tiny_config().to_dict()
     docs = [doc % 63 + 1 for doc in documents(SIZES * 8)]

@@ -366,6 +366,7 @@ def test_an_export_has_the_tokenizer_even_if_the_run_started_from_an_import(tmp_
 
 
 @pytest.mark.parametrize(("positions", "length"), [("rope", 32), ("learned", 64)])
+@pytest.mark.slow
 def test_an_export_can_see_the_rows_that_it_was_trained_with(positions, length, tmp_path):
     c = tiny_config()
     c.train.steps, c.eval.batches, c.data.seq_len = 0, 0, 32

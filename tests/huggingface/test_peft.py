@@ -107,6 +107,7 @@ def test_the_three_parts_of_a_fused_tensor_have_no_adapter_in_peft(tmp_path, cap
         ("dots1", "first_layers/*", "mlp.down_proj"),
     ],
 )
+@pytest.mark.slow
 def test_peft_has_no_adapter_of_what_is_named_like_routed_experts(
     family, targets, module, tmp_path, capsys
 ):

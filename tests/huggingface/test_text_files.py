@@ -135,6 +135,7 @@ def tune(folder, tokenizer, **options):
     )
 
 
+@pytest.mark.slow
 def test_after_chat_tuning_the_end_of_a_turn_is_one_of_the_ends(tmp_path):
     pytest.importorskip("jinja2")
     # A base whose texts end with </s>, from scratch, exported and imported again.

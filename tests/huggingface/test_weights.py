@@ -13,7 +13,16 @@ from tests.lib.hf import FAMILIES, GOLDEN, LOGIT_ATOL, assert_same_logits, load,
 # ---- logits and bits ----
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+FEW_FAMILIES = ("gpt2", "llama3", "gemma3", "olmoe", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in FEW_FAMILIES else pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
 def test_logits_match_transformers(family):
     assert_same_logits(GOLDEN / family, *load(GOLDEN / family), LOGIT_ATOL[family])
 

@@ -64,6 +64,7 @@ def test_a_text_continues_past_the_context(workdir, capsys):
     assert (code, out) == (0, "".join(map(chr, range(65, 65 + 43))) + "\n")
 
 
+@pytest.mark.slow
 def test_several_prompts_give_the_same_text_on_every_mesh(workdir, tmp_path, capsys):
     (tmp_path / "prompts").write_text("XYZ\n0\n")
     options = [f"--workdir={workdir}", "--temperature=0.5", "--prompt=!", "--length=5"]
@@ -189,6 +190,7 @@ def test_a_prompt_of_a_converted_model_begins_as_its_tokenizer_says(
         assert encoded == [[*prefix, 0, 1], [0, 1]]
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_each_token_that_the_files_of_a_model_list(spelling, tmp_path, capsys):
     """transformers ends it there too, in this order of the files."""
     config = json.loads((spelling / "config.json").read_text())
@@ -240,6 +242,7 @@ def test_ids_of_another_tokenizer_end_no_text(spelling, tmp_path):
 DIGITS = "0123456789" * 4
 
 
+@pytest.mark.slow
 def test_a_converted_model_sees_as_many_tokens_as_it_was_made_for(imported, capsys):
     """And not as many as the rows have that it would be trained with next."""
     flags = [f"--workdir={imported}", f"--prompt={DIGITS}", "--length=8", "--temperature=0"]
@@ -374,6 +377,7 @@ def test_a_damaged_config_of_a_run_is_reported(config, workdir, tmp_path, capsys
         assert (code, out) == (2, "") and err.strip() and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_positions_beyond_the_learned_table_are_rejected(tmp_path, text, capsys):
     c = tiny_config()
     c.train.steps, c.eval.batches, c.model.positions, c.model.vocab_size = 0, 0, "learned", 128

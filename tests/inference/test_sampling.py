@@ -108,6 +108,7 @@ def test_every_mesh_samples_the_same_tokens(layout, sampling):
     assert sampled_rows(*build_program(MIXED, **layout), sampling=sampling) == alone
 
 
+@pytest.mark.slow
 def test_a_full_context_is_replaced_by_its_newer_half():
     program, params = build_program({}, tensor=2)
     prompt = list(range(20))
@@ -123,6 +124,7 @@ def test_a_full_context_is_replaced_by_its_newer_half():
 CAPPED = {"num_experts": 8, "d_expert": 24, "capacity_factor": 0.5}
 
 
+@pytest.mark.slow
 def test_padding_of_a_shorter_prompt_takes_no_capacity_of_experts():
     program, params = build_program(CAPPED)
     _, long, short = PROMPTS
@@ -138,6 +140,7 @@ def test_an_expert_accepts_the_same_tokens_if_the_mesh_has_a_context():
     assert sampled_rows(*build_program(CAPPED, context=2), prompts) == alone
 
 
+@pytest.mark.slow
 def test_a_long_row_does_not_shorten_the_context_of_others():
     program, params = build_program({})
     prompts = [list(range(50)), [7, 1, 5], list(range(30, 10, -1))]

@@ -201,6 +201,7 @@ def test_dropout_of_the_input_of_a_drops_the_same_elements_on_every_layout(name)
 
 
 @pytest.mark.parametrize("model", [{}, pytest.param(MIXTURE, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_dropout_of_the_input_of_a_is_plain_maths_and_off_in_evaluation(model, monkeypatch):
     """y = x W + alpha / rank (drop(x) A) B in the reference model, with masks hashed by numpy."""
     c, plain = dropout_config(**model), reference_model._linear
@@ -288,6 +289,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("only", ["tokens/*", *SLOW])
+@pytest.mark.slow
 def test_parameters_that_match_no_pattern_keep_every_bit_in_a_pipeline(only):
     c = config(only=only)
     c.adapter.rank = 0
@@ -311,6 +313,7 @@ def test_parameters_that_match_no_pattern_keep_every_bit_in_a_pipeline(only):
         (0, "layers/mlp/*", True),
     ],
 )
+@pytest.mark.slow
 def test_the_bias_of_a_router_is_frozen_like_other_parameters(rank, only, is_trained):
     c = config(trainable=only)
     c.adapter.rank = rank
@@ -370,7 +373,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "none")) for name in STARTS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "the same")) for name in STARTS]
 )
 def test_a_run_starts_as_the_adapted_model_that_it_starts_from(name, adapted_run, tmp_path, capsys):
     """Whatever its own adapter is; the log says what became of the other one."""

@@ -59,7 +59,13 @@ CASES = [
     pytest.param(
         "wide values, biases", {"context": 4, "fsdp": 2}, {"method": "gather"}, {}, marks=slow
     ),
-    ("direct queries, windows", {"data": 2, "fsdp": 2, "tensor": 2}, {}, {"num_microbatches": 2}),
+    pytest.param(
+        "direct queries, windows",
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {},
+        {"num_microbatches": 2},
+        marks=slow,
+    ),
     pytest.param("direct queries, windows", {"context": 8}, {"method": "ring"}, {}, marks=slow),
     pytest.param(
         "experts",

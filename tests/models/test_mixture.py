@@ -41,9 +41,9 @@ SETTINGS = {
 slow = pytest.mark.slow
 CASES = [
     pytest.param("loss of the batch", {"expert": 8}, marks=slow),
-    ("loss of the batch", {"pipeline": 2, "expert": 2, "fsdp": 2}),
+    pytest.param("loss of the batch", {"pipeline": 2, "expert": 2, "fsdp": 2}, marks=slow),
     pytest.param("loss of a sequence", {"expert": 2, "context": 2, "tensor": 2}, marks=slow),
-    pytest.param("loss of a sequence", {"data": 2, "fsdp": 2, "expert": 2}, marks=slow),
+    ("loss of a sequence", {"data": 2, "fsdp": 2, "expert": 2}),
     pytest.param("bias and groups", {"pipeline": 2, "expert": 2, "tensor": 2}, marks=slow),
     pytest.param("bias and groups", {"expert": 2, "tensor": 4}, marks=slow),
     pytest.param("capacity", {"expert": 2, "context": 4}, marks=slow),
@@ -108,6 +108,7 @@ def test_no_token_is_dropped_if_all_choose_the_same_experts(layout):
     np.testing.assert_allclose(found[2]["expert_load_max"], E / K)
 
 
+@pytest.mark.slow
 def test_a_capacity_drops_what_exceeds_it_and_reports_the_share():
     found = SkewedRun(mixture(capacity_factor=1.0), "float64").one_step()[2]
     # Of 16 tokens in a row an expert accepts 1.0 x 16 x 2 / 8 = 4.
@@ -254,6 +255,7 @@ def test_what_is_measured_is_in_no_norm():
     assert not any(leaf.any() for leaf in jax.tree.leaves(grads["layers"]["mlp"]["measured"]))
 
 
+@pytest.mark.slow
 def test_a_step_without_weight_measures_nothing():
     run = Run(mixture(balance="bias"), "float64")
     with run.program.active():
@@ -285,6 +287,7 @@ def test_a_run_resumes_on_another_mesh_with_what_it_measured(tmp_path):
     assert 0 < bias <= 4 * 0.01 and len(rows[3]["router_bias_range"]) == NUM_LAYERS
 
 
+@pytest.mark.slow
 def test_parameters_in_bfloat16_measure_in_float32():
     c = mixture()
     c.train.update(dtype="bfloat16", param_dtype="bfloat16")

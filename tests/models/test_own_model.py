@@ -133,6 +133,7 @@ def stack(kind, num_layers=4, **parts):
 
 
 @pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_stack_of_own_modules_is_verified_in_a_pipeline(kind):
     row = dict(pipeline=2, data=2, tensor=2, zero_stage=3, num_microbatches=3, remat="full")
     row |= dict(schedule="interleaved", num_chunks=2, keep="inputs", dropout=True)

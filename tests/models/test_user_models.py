@@ -327,6 +327,7 @@ def test_evaluation_data_may_be_an_iterator_of_any_length():
     assert run(eval_data=iter([])).eval_loss is None
 
 
+@pytest.mark.slow
 def test_an_iterator_of_evaluation_data_replaces_that_of_the_config():
     c = tiny_config()
     c.eval.update(every=1, batches=2)

@@ -275,11 +275,12 @@ STEPS += [
     for mesh in MESHES
     if "pipeline" in mesh
 ]
+FEW = [("linen blocks", MESHES[3]), ("mixed", MESHES[3])]
 
 
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [pytest.param(*step, marks=[] if step[1] == MESHES[3] else pytest.mark.slow) for step in STEPS],
+    [pytest.param(*step, marks=[] if step in FEW else pytest.mark.slow) for step in STEPS],
     ids=str,
 )
 def test_a_step_on_a_mesh_equals_plain_calls_on_one_device(kind, mesh, x64):
@@ -301,6 +302,7 @@ def test_a_step_on_a_mesh_equals_plain_calls_on_one_device(kind, mesh, x64):
         pytest.param("gpipe", 1, "inputs", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_activations_may_be_integers_and_bools_in_a_pipeline(schedule, num_chunks, keep, x64):
     c = config()
     c.train.num_microbatches = 4
@@ -336,7 +338,7 @@ RANK, ALPHA = 2, 6.0
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "linen blocks")) for kind in ADAPTED],
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "blocks")) for kind in ADAPTED],
 )
 def test_adapters_of_own_layers_equal_merged_kernels_by_plain_calls(kind, x64):
     num_layers, mesh = ADAPTED[kind]
@@ -367,6 +369,7 @@ def test_adapters_of_own_layers_equal_merged_kernels_by_plain_calls(kind, x64):
     "part",
     [pytest.param(part, marks=pytest.mark.slow) for part in ("embed", "layers")] + ["head"],
 )
+@pytest.mark.slow
 def test_dropout_of_adapters_in_all_parts_of_a_stack(part):
     targets = (f"{part}/*",)
     model = lora.lora(linen_blocks(), rank=RANK, alpha=ALPHA, targets=targets, dropout=0.5)

@@ -48,7 +48,7 @@ LAYOUTS = {
     "ring": (dict(data=2, context=4), GPT2, {"method": "ring"}, {}),
     "mixture": (dict(expert=2, data=2), MIXTURE, {"num_microbatches": 2}, {}),
 }
-DEFAULT = ("tensor", "1f1b")
+DEFAULT = ("tensor",)
 
 
 def config(**model):

@@ -170,6 +170,7 @@ def test_a_step_equals_one_device(method, model, layout, train, x64):
     [{}, pytest.param({"positions": "learned"}, marks=slow)],
     ids=["rope", "learned"],
 )
+@pytest.mark.slow
 def test_positions_of_rows_without_documents_follow_the_order(model, x64):
     """The batch has no positions then."""
 
@@ -181,6 +182,7 @@ def test_positions_of_rows_without_documents_follow_the_order(model, x64):
     assert_same(step(data=2, context=4), step(), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_sequences_over_tensor_as_well(x64):
     """Between blocks context and tensor shard the sequence: Megatron's sequence parallelism."""
     c = packed()
@@ -277,6 +279,7 @@ def test_attention_sends_nothing_but_what_its_method_sends(method, expected):
     assert collectives(compiled) == expected
 
 
+@pytest.mark.slow
 def test_activations_of_a_step_are_gathered_nowhere():
     """Only parameters are: no device has an array of all positions and of the model's width."""
     c = packed()

@@ -249,7 +249,7 @@ def one_device():
 
 @pytest.mark.parametrize(
     "pattern",
-    [pytest.param(name, marks=pytest.mark.slow if name == "tree" else []) for name in LAYOUTS],
+    [pytest.param(name, marks=[] if name == "ring" else pytest.mark.slow) for name in LAYOUTS],
 )
 def test_a_step_in_a_pattern_equals_one_device(x64, pattern):
     c = packed()
@@ -315,6 +315,7 @@ def test_measured_parameters_and_those_named_are_exact(tiny):
     assert not how.is_compressed("layers.mlp.measured.load")
 
 
+@pytest.mark.slow
 def test_parameters_that_tensor_shards_have_blocks_of_their_own(tiny):
     """A block with both would be rounded otherwise on each device: replicas would differ."""
     run = Run(int4(tiny, feedback="off"), data=2, tensor=4)
@@ -352,6 +353,7 @@ def run_config(**sizes):
     return c
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_with_its_residual(stopped, tmp_path):
     folder, _, undisturbed = stopped
     shutil.copytree(folder, tmp_path / "a")

@@ -179,6 +179,7 @@ def test_what_transformers_computes_otherwise_is_rejected(config, changes, messa
 
 
 @pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.slow
 def test_layers_for_further_tokens_are_left_out_and_reported(number, folder_of, tmp_path, capsys):
     def change(tensors):
         for n in range(number):

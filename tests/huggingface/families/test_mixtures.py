@@ -180,6 +180,7 @@ def test_the_bias_of_a_router_is_exported_in_float32(tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_generation_with_a_cache_has_the_logits_and_tokens_of_transformers(
     family, layout, tmp_path
 ):

@@ -21,6 +21,7 @@ from tests.lib.configs import tiny_config
 GPT2 = dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True)
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_over_data_once_for_any_number_of_microbatches():
     # The bytes of all parameters, including the tied embedding, times 2 (n - 1) / n.
     results = [
@@ -81,7 +82,9 @@ def test_fsdp_gathers_twice_and_scatters_once():
     assert all(any(hasattr(m, name) for m in names) for name in collective_ops.HELPERS)
 
 
-@pytest.mark.parametrize("layout", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"fsdp": 8}, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_loss_chunks_send_no_extra_bytes(layout, monkeypatch):
     """Each device sums the chunks of its rows; one all-reduce then adds the sums of all devices."""
     monkeypatch.setattr(losses, "MIB", 1024)

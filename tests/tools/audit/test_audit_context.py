@@ -47,6 +47,7 @@ def test_attention_sends_keys_and_values_by_the_formula_of_its_method(method, me
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_what_recomputed_attention_sends_again_is_explained(method):
     result = audited(method, remat="full", context=4)
     (extra,) = (row for row in result.extra_bytes if row[1] == KEYS_AND_VALUES)
@@ -71,6 +72,7 @@ def test_an_extra_gather_of_sequences_is_reported(monkeypatch):
     assert any("all-gather over context" in warning for warning in warnings)
 
 
+@pytest.mark.slow
 def test_the_zigzag_order_balances_long_documents_and_packing_does_not_hide_the_rest():
     of_full_rows = audited("gather", data=2, context=4).imbalance
     # The last of 4 parts of 4 tokens has 13 + ... + 16 of the 136 pairs.

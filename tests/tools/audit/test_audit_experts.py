@@ -80,6 +80,7 @@ def test_gradients_of_experts_are_summed_over_data_alone():
     assert result.unsent_bytes == unsent
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_are_summed_over_fsdp_and_context_at_once():
     result = audited({"expert": 2, "context": 2, "fsdp": 2})
     assert result.total("fsdp", "context").ratio < 1.01
@@ -97,6 +98,7 @@ def test_a_pipeline_of_experts_is_explained(keep):
 
 
 @pytest.mark.parametrize("train", [dict(remat="full"), dict(dtype="bfloat16")], ids=str)
+@pytest.mark.slow
 def test_recomputed_layers_and_bfloat16_are_explained(train):
     result = audited({"expert": 4, "fsdp": 2}, train=train)
     assert_explained(result)
@@ -116,6 +118,7 @@ def test_an_extra_gather_of_tokens_is_reported(monkeypatch):
     assert any("over expert" in warning for warning in audited({"expert": 4}).warnings)
 
 
+@pytest.mark.slow
 def test_no_collective_is_in_the_loop_of_leftover_blocks(monkeypatch):
     result = audited({"expert": 4})
     assert all(one.collective.count_known for one in result.explanations)
@@ -126,6 +129,7 @@ def test_no_collective_is_in_the_loop_of_leftover_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(("num_experts", "is_balanced"), [(8, True), (1024, False)])
+@pytest.mark.slow
 def test_the_roofline_is_of_balanced_routing_where_there_is_a_first_pass(
     num_experts, is_balanced, monkeypatch
 ):

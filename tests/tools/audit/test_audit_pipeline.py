@@ -90,6 +90,7 @@ def test_layers_are_summed_within_a_stage_and_the_vocabulary_over_all_stages():
     assert both.ratio <= 1.001
 
 
+@pytest.mark.slow
 def test_activations_gathered_over_stages_are_reported(monkeypatch):
     def gathered(x, stage):
         return jax.lax.with_sharding_constraint(x, jax.P())[stage]

@@ -54,6 +54,7 @@ def by_flags(advice):
     return {way.flags.replace("--config.", ""): way.saves for way in advice.ways()}
 
 
+@pytest.mark.slow
 def test_micro_batches_and_remat_save_about_what_is_said():
     now = measured(wide_config())
     assert now.activations > 0.6 * now.peak
@@ -89,6 +90,7 @@ def test_the_bytes_of_the_state_are_exact(change):
     assert way.saves == pytest.approx(expected, rel=0.01) and way.saves > 0
 
 
+@pytest.mark.slow
 def test_only_ways_that_apply_are_offered():
     ways = by_flags(advice_for(wide_config(train__remat="full", optim__moment_dtype="bfloat16")))
     assert {*ways} == {"train.num_microbatches=2", "mesh.fsdp=2"}
@@ -130,6 +132,7 @@ def check_lines(lines):
     assert saves and saves == sorted(saves, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_compiler_without_memory_ends_the_run_with_the_ways_out(tiny, monkeypatch, capsys):
     def compile(*_):
         raise jax.errors.JaxRuntimeError(NO_MEMORY)

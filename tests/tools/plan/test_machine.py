@@ -65,6 +65,7 @@ def test_a_measured_run_scales_all_predictions(tmp_path, capsys):
         machines.measured_factor(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_on_known_devices_writes_its_predicted_step_time(tiny, tmp_path, monkeypatch):
     tiny.mesh.data = 2
     tiny.mesh.tensor = 4

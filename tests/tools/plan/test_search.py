@@ -12,7 +12,7 @@ from meshtrain.tools.plan.layout import overrides, with_layout
 from tests.lib.plans import CONFIGS, plan_of
 
 
-@pytest.mark.parametrize("name", ["llama3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama3", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_layouts_are_legal_fit_and_are_ranked(name):
     c = CONFIGS[name].get_config()
     c.train.global_batch = 128
@@ -73,6 +73,7 @@ def test_loss_chunks_are_small_where_they_make_a_layout_fit():
     assert overrides(plan.candidates[0].layout)["model.loss_chunk_mib"] == 64
 
 
+@pytest.mark.slow
 def test_tensor_stays_inside_a_host_and_rows_of_a_tpu_are_wide():
     c = llama3.get_config()
     c.train.global_batch = 256

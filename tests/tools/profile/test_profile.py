@@ -200,6 +200,7 @@ def traced_run(tmp_path_factory):
     return profile.profile(c, steps=range(2, 4), output=folder), folder
 
 
+@pytest.mark.slow
 def test_every_moment_of_a_trace_is_counted_once(traced_run):
     found, folder = traced_run
     assert found.file.is_relative_to(folder)

@@ -78,6 +78,7 @@ def test_texts_types_and_assertions_are_left_alone(source):
     assert mutants_of(source) == set()
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_sample_and_every_area_has_its_share():
     mutants = mutate.draw(ROOT, seed=5, num=36)
     assert mutate.draw(ROOT, seed=5, num=18) == mutants[:18] != mutate.draw(ROOT, 6, 18)

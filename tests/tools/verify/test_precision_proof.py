@@ -197,7 +197,7 @@ def a_skipped_step_keeps_its_loss_scale(patch):
     patch.setattr(state.LossScale, "after", bug)
 
 
-DEFAULT = {"data_shards_are_added_in_bfloat16", "parameters_cast_twice"}
+DEFAULT = {"parameters_cast_twice"}
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def subject():
         yield VerifyCase(tiny_config(), small_model(), None, keep_sizes=False)
 
 
+@pytest.mark.slow
 def test_the_laws_hold(subject):
     assert {name: fault for name, law in run_laws.laws(subject).items() if (fault := law())} == {}
 
