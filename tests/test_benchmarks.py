@@ -99,6 +99,7 @@ def test_table_has_a_line_for_each_row(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_compiled_bytes_agree_with_the_arithmetic(monkeypatch):
     all_cases = memory.cases
     names = ("stage 1, remat full", "stage 3, remat full")

@@ -334,6 +334,7 @@ def test_lines_stay_above_the_bar_and_the_bar_is_removed():
     )
 
 
+@pytest.mark.slow
 def test_the_bar_of_a_run_moves_between_the_logged_lines(tmp_path):
     arguments = [*COMMAND, "train", *SMALL, f"--workdir={tmp_path}"]
     arguments += ["--config.train.steps=400", "--config.train.log_every=100"]

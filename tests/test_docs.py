@@ -166,7 +166,16 @@ def run_page(page: str, folder: Path, *, slow: bool) -> None:
             output = None if skipped else run(block, folder)
 
 
-@pytest.mark.parametrize("page", pages_with(lambda block: block.is_run))
+FIRST_PAGES = ("README.md", "docs/start.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page in FIRST_PAGES else pytest.mark.slow)
+        for page in pages_with(lambda block: block.is_run)
+    ],
+)
 def test_the_commands_of_a_page_run(page, tmp_path):
     run_page(page, tmp_path, slow=False)
 

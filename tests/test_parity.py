@@ -24,7 +24,11 @@ LAYOUTS = [
 ALL_HEADS = dict(qk_norm=True, qk_norm_heads="all", num_kv_heads=2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[-1], *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[:-1])],
+    ids=str,
+)
 def test_the_same_seed_gives_bit_equal_parameters_on_every_mesh(layout):
     found, expected = Run(tiny_config(), **layout).start(), Run(tiny_config()).start()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))
@@ -92,7 +96,10 @@ def test_zero_stages_change_only_shardings(zero_stage, x64):
     assert sharded[1] == pytest.approx(unsharded[1] / (4 if zero_stage else 1), rel=0.01)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "names:attention,mlp"])
+@pytest.mark.parametrize(
+    "remat",
+    ["full", *(pytest.param(r, marks=pytest.mark.slow) for r in ("dots", "names:attention,mlp"))],
+)
 def test_remat_does_not_change_gradients(remat, x64):
     c = packed()
     c.train.remat = remat

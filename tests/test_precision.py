@@ -99,6 +99,7 @@ def descend(dtype, num_steps=1000):
     return params["w"], optax.tree.get(opt_state, "nu")["w"]
 
 
+@pytest.mark.slow
 def test_bfloat16_moments_follow_float32_where_nearest_rounding_stalls(monkeypatch):
     params, nu = descend("float32")
     stochastic, stochastic_nu = descend("bfloat16")

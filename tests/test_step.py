@@ -32,6 +32,7 @@ NUM_STEPS = 6  # of the schedule; there are more batches
 # the loss of the seventh is infinite.
 WEIGHTS = (4.0, 0.5, 2.0, 1.0, 0.0, 8.0, 1.0, 3.0, 1.0, 1.0)
 BROKEN, EMPTY, INFINITE = 2, 4, 6
+LOST = 0.25  # of the sum of gradients in each step
 
 
 def batches():
@@ -56,6 +57,7 @@ def test_steps_equal_numpy_with_clipping_and_skipped_and_empty_batches(clip_norm
     def grad_fn(params, batch, key, scale, residual):
         sums, weight, loss = batch
         grads = jax.tree.map(lambda leaf: leaf * scale, sums)
+        residual = jax.tree.map(lambda leaf: leaf + scale * LOST, residual)
         return grads, Metrics(loss * weight, weight), residual
 
     cfg = OptimConfig(**SECTION, clip_norm=clip_norm)
@@ -72,6 +74,7 @@ def test_steps_equal_numpy_with_clipping_and_skipped_and_empty_batches(clip_norm
         params=laws.nested(expected) | frozen,
         opt_state=optimizer.init(laws.nested(expected)),
         loss_scale=loss_scale and LossScale(jnp.float32(loss_scale), jnp.int32(0)),
+        residual={"w": jnp.ones(3)},
     )
     moments = {path: {} for path in PATHS}
     num_updates, clipped = 0, set()
@@ -108,6 +111,7 @@ def test_steps_equal_numpy_with_clipping_and_skipped_and_empty_batches(clip_norm
             wanted,
         )
     assert state.step == len(WEIGHTS)
+    np.testing.assert_array_equal(state.residual["w"], 1 + LOST * num_updates)
     assert clipped == ({False} if clip_norm == math.inf else {False, True})
 
 

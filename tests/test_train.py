@@ -141,6 +141,7 @@ def test_a_run_resumes_on_another_mesh(tmp_path):
     assert int(resumed.state.step) == int(uninterrupted.state.step) == 5
 
 
+@pytest.mark.slow
 def test_with_a_changed_batch_size_a_run_resumes_with_the_next_sample(tmp_path):
     seen = []
 

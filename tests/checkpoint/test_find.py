@@ -216,6 +216,7 @@ def test_of_a_run_that_saves_and_removes_the_newest_checkpoint_is_found(workdir)
     assert find.steps(folder) == [7, 2]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_used(workdir):
     folder = checkpoints(workdir)
     seen = []

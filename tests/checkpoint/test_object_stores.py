@@ -601,6 +601,7 @@ def test_after_kill_in_a_save_the_run_resumes_from_a_valid_checkpoint(url, tmp_p
     assert_bit_equal(restored(found), restored(tmp_path / "disk"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_removed_from_the_store_while_it_is_read_is_not_used(url):
     config = saving(4)
     config.checkpoint.keep_last = 9

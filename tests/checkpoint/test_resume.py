@@ -135,6 +135,17 @@ def test_a_changed_key_is_reported_or_rejected_with_the_way_out(finished, text, 
         assert now == value and then != value
 
 
+def test_a_changed_model_is_rejected_before_an_array_is_read(workdir, monkeypatch):
+    def restore(*args, **kwargs):
+        raise AssertionError("arrays are read")
+
+    monkeypatch.setattr(arrays, "restore", restore)
+    c = saving(6)
+    c.model.d_model = 64
+    with pytest.raises(ConfigError, match=r"^model.d_model=64: .*allow_change=model.d_model$"):
+        train(c, workdir=workdir)
+
+
 def test_nothing_is_reported_if_nothing_changed(finished, text):
     assert changed(finished, text_config(text)) == {}
 
@@ -162,6 +173,7 @@ def test_other_tokens_or_another_tokenizer_are_rejected(finished, text):
     assert changed(finished, config, {"data": "", "tokenizer": ""}) == {}  # unknown
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reports_its_changes_and_keeps_the_config_before(text, tmp_path, capsys):
     workdir, config = tmp_path / "run", text_config(text)
     train(config, workdir=workdir)

@@ -29,6 +29,7 @@ from tests.lib.paths import ROOT
 from tests.lib.rows import events, losses, rows
 
 
+@pytest.mark.slow
 def test_a_save_lists_no_files_that_come_and_go_and_writes_where_something_stands(
     workdir, monkeypatch
 ):
@@ -104,6 +105,7 @@ def test_parameters_that_cannot_be_stored_are_rejected_before_step_0(leaf, fault
     arrays.check_kinds(jax.eval_shape(lambda: state._replace(params={"bias": jnp.ones(4)})))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_by_a_signal_at_an_evaluation_gets_its_held_out_loss(tmp_path):
     """The run evaluates when it resumes; then retention can keep this best checkpoint."""
 

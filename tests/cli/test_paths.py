@@ -106,6 +106,7 @@ def test_a_path_that_checkpoints_cannot_have_is_one_line(name, what, tmp_path, c
         assert re.fullmatch(rf".*: has {what}, .* use another folder\n", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_leading_tilde_is_the_home_folder_everywhere(tmp_path, capsys, monkeypatch):
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     for folder in (home, elsewhere):

@@ -187,6 +187,7 @@ def test_the_command_line_reads_variables_and_reports_their_mistakes(monkeypatch
     assert capsys.readouterr().err.startswith("MESHTRAIN__TRAIN__STEPZ: unknown key")
 
 
+@pytest.mark.slow
 def test_init_writes_a_project_that_trains_and_keeps_what_is_there(tmp_path, capsys):
     assert app.main("init", [str(tmp_path / "a b")]) == 0
     assert "train.sh" in capsys.readouterr().out

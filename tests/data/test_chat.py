@@ -448,6 +448,7 @@ def test_a_run_learns_replies_and_keeps_the_template(workdir):
     assert kept.marks_replies and kept.eos_token == "</s>"
 
 
+@pytest.mark.slow
 def test_generate_writes_the_reply_to_a_message(workdir, capsys):
     arguments = [f"--workdir={workdir}", "--chat", "--prompt=count 5", "--temperature=0"]
     capsys.readouterr()

@@ -150,6 +150,7 @@ def test_trained_parameters_have_the_dtype_of_the_run(tmp_path, folder_of):
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"model.norm.weight": "int8"}', '{"a": []}', "7"])
+@pytest.mark.slow
 def test_a_damaged_list_of_dtypes_is_reported(text, tmp_path):
     run(GOLDEN / "qwen3", tmp_path / "run")
     (tmp_path / "run" / "huggingface_dtypes.json").write_text(text)

@@ -173,6 +173,7 @@ def spelling(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_a_prompt_of_a_converted_model_begins_as_its_tokenizer_says(
     spelling, tmp_path, encoded, capsys
 ):
@@ -257,6 +258,7 @@ def test_a_converted_model_sees_as_many_tokens_as_it_was_made_for(imported, caps
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_began_with_a_converted_model_keeps_its_length(imported, tmp_path, capsys):
     c = load_config(str(imported / "config.json"))
     c.train.update(steps=0, global_batch=8)
@@ -308,6 +310,7 @@ def run_on_prepared_text(folder, *flags):
     return [f"--workdir={folder / 'run'}", "--length=1"]
 
 
+@pytest.mark.slow
 def test_a_prompt_starts_with_bos_if_the_data_or_the_flag_says_so(tmp_path, encoded, capsys):
     for name, flags, default in (("with", ["--bos"], [0]), ("without", [], [])):
         run = run_on_prepared_text(tmp_path / name, *flags)
@@ -436,6 +439,7 @@ def test_data_of_another_tokenizer_is_reported(workdir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("split", ["heldout", "train", "all"])
+@pytest.mark.slow
 def test_every_token_of_a_split_counts_once_on_every_mesh(workdir, expected, split, capsys):
     flags = [f"--workdir={workdir}", f"--split={split}"]
     layouts = [[]]

@@ -402,6 +402,7 @@ def test_inference_rejects_another_adapter_than_the_checkpoint_has(adapted_run):
         restore_params(parse(c, num_devices=8), adapted_run[0])
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_the_adapter_of_the_layers_that_init_only_names(adapted_run, tmp_path):
     c = config(steps=0)
     c.adapter.rank = 0
@@ -444,6 +445,7 @@ class Regressor(nnx.Module):
         return self.outer(jax.nn.tanh(self.inner(x)))
 
 
+@pytest.mark.slow
 def test_a_model_of_nnx_modules_has_an_adapter_too():
     """Its loss, and the gradients of A and B, are those of kernels with the product added."""
     x = np.random.default_rng(0).normal(size=(6, 2, 3)).astype(np.float32)

@@ -40,10 +40,10 @@ SETTINGS = {
 # Each setting on two meshes; `verify` combines them further.
 slow = pytest.mark.slow
 CASES = [
-    pytest.param("loss of the batch", {"expert": 8}, marks=slow),
+    ("loss of the batch", {"expert": 8}),
     pytest.param("loss of the batch", {"pipeline": 2, "expert": 2, "fsdp": 2}, marks=slow),
     pytest.param("loss of a sequence", {"expert": 2, "context": 2, "tensor": 2}, marks=slow),
-    ("loss of a sequence", {"data": 2, "fsdp": 2, "expert": 2}),
+    pytest.param("loss of a sequence", {"data": 2, "fsdp": 2, "expert": 2}, marks=slow),
     pytest.param("bias and groups", {"pipeline": 2, "expert": 2, "tensor": 2}, marks=slow),
     pytest.param("bias and groups", {"expert": 2, "tensor": 4}, marks=slow),
     pytest.param("capacity", {"expert": 2, "context": 4}, marks=slow),
@@ -245,6 +245,7 @@ def rms(x, scale, c):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_epsilon) * scale
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_in_no_norm():
     c = mixture(balance="none")
     grads, _, scalars = Run(c, "float64").one_step()

@@ -457,6 +457,7 @@ def test_a_parameter_without_a_gradient_is_rejected_unless_it_is_frozen(value, f
     assert "extra" not in Run(c, model=model, batches=batches()).program.grad_shardings["layers"]
 
 
+@pytest.mark.slow
 def test_a_frozen_integer_is_a_constant_in_a_pipeline(x64):
     c = config()
     c.train.trainable, c.train.num_microbatches = "embed/*,head/*,layers/linear/*", 2

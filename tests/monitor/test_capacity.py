@@ -91,6 +91,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "sharded")) for name in LAYOUTS]
 )
+@pytest.mark.slow
 def test_the_bound_is_below_what_the_compiled_step_needs(monkeypatch, name):
     """A run that fits is never rejected."""
     c = tiny_config()

@@ -65,6 +65,20 @@ def test_large_scores_are_computed_in_float32_or_wider(dtype, tolerance):
         np.testing.assert_allclose(np.float64(out), numpy_attention(q, k, v, None), atol=tolerance)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_products_and_kept_scores_are_in_the_compute_dtype(softcap):
+    """In float32 they would be right too, but slower, and twice as large."""
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(4, 2))
+    step = jax.jit(jax.grad(lambda *qkv: attention(*qkv, None, softcap=softcap).sum(), (0, 1, 2)))
+    products = re.findall(r"dot_general.*: \((.*)\) ->", step.lower(q, k, v).as_text())
+    assert len(products) == 6
+    assert not [types for types in products if "f32" in types]
+    _, vjp = jax.vjp(lambda *qkv: attention(*qkv, None, softcap=softcap), q, k, v)
+    scores = [leaf for leaf in jax.tree.leaves(vjp) if leaf.ndim and leaf.size == B * 4 * S * S]
+    assert len(scores) == (2 if softcap else 1)
+    assert {leaf.dtype for leaf in scores} == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one segment", "segments"])
 def test_gradients_are_zero_at_positions_that_a_query_must_not_see(segments):
     def summed(q, k, v):
@@ -192,6 +206,7 @@ def test_the_code_of_documents_replaces_the_mask(num_kv_heads, window):
     np.testing.assert_allclose(in_float32, formula(*inputs, NUMBERS, window=window), atol=3e-3)
 
 
+@pytest.mark.slow
 def test_each_token_of_a_row_may_be_a_document():
     q, k, v = (np.random.default_rng(0).normal(size=(1, 300, 1, 8)).astype("f") for _ in range(3))
     coded = cudnn.append_segment_dims(q, k, v, np.arange(300)[None], 8**-0.5)
@@ -354,6 +369,18 @@ def test_cudnn_gets_even_lengths_and_equally_sharded_heads(monkeypatch, lower_fo
     monkeypatch.setattr(attention_module.sharding, "num_shards", lambda name, _: shards[name])
     found = calls(lower_for_cuda(None, {}))
     assert len(found) == 2 and not any("x2x64xbf16" in line for line in found)
+
+
+def test_a_layer_of_either_kind_shards_its_heads_by_their_number(monkeypatch, lower_for_cuda):
+    numbers, plain = [], cudnn.constrain
+
+    def constrain(x, *, num_heads):
+        numbers.append(num_heads)
+        return plain(x, num_heads=num_heads)
+
+    monkeypatch.setattr(cudnn, "constrain", constrain)
+    lower_for_cuda(None, {"window": 3, "mixed": True})
+    assert set(numbers) == {4}
 
 
 LENGTH = 22  # unlike all other sizes

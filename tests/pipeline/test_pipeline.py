@@ -96,6 +96,7 @@ def test_inputs_of_idle_stages_change_no_result(keep, x64, monkeypatch):
     assert_same(found, one_device(**LAYERS), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_evaluation_equals_one_device(x64):
     def sums(c, **layout):
         run = Run(c, "float64", **layout)

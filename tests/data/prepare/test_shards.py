@@ -68,6 +68,7 @@ def flags_of(large, output, workers, tokenizer):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_two_workers_write_the_same_files_as_one_and_a_killed_run_resumes_to_the_same(
     large, tmp_path, monkeypatch
 ):

@@ -38,6 +38,7 @@ def sent_by_formula(method, n, tensor=1, rows=16):
     [{"data": 2, "context": 4}, pytest.param({"fsdp": 2, "context": 2}, marks=pytest.mark.slow)],
     ids=str,
 )
+@pytest.mark.slow
 def test_attention_sends_keys_and_values_by_the_formula_of_its_method(method, mesh):
     result = audited(method, **mesh)
     assert_explained(result)

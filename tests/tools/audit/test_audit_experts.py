@@ -107,6 +107,7 @@ def test_recomputed_layers_and_bfloat16_are_explained(train):
     assert again == ([each] if "remat" in train else [])
 
 
+@pytest.mark.slow
 def test_an_extra_gather_of_tokens_is_reported(monkeypatch):
     run = expert.run_experts
 

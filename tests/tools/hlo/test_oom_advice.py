@@ -145,6 +145,7 @@ def test_a_compiler_without_memory_ends_the_run_with_the_ways_out(tiny, monkeypa
     check_lines(lines)
 
 
+@pytest.mark.slow
 def test_a_first_step_without_memory_keeps_the_checkpoint(tiny, monkeypatch, tmp_path):
     tiny.train.steps = 1
     train.train(tiny, workdir=tmp_path)

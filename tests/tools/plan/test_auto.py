@@ -175,6 +175,7 @@ def test_commands_that_choose_no_mesh_say_so():
         parse({**quickstart.get_config().to_dict(), "mesh": {"auto": True}}, num_devices=8)
 
 
+@pytest.mark.slow
 def test_audit_chooses_the_mesh_of_its_target(tmp_path, capsys):
     assert app.main("audit", ["--config=quickstart", "--config.mesh.auto=True"]) == 0
     assert capsys.readouterr().out

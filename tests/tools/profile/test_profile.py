@@ -217,6 +217,7 @@ def test_every_moment_of_a_trace_is_counted_once(traced_run):
     assert sum(row.calls for row in found.rows) * 16 == pytest.approx(len(operations))
 
 
+@pytest.mark.slow
 def test_devices_are_busy_with_collectives_and_other_work(traced_run):
     found, _ = traced_run
     assert [device.name for device in found.devices] == [f"CPU {n}" for n in range(8)]

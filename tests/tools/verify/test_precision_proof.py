@@ -204,6 +204,7 @@ DEFAULT = {"parameters_cast_twice"}
     "name",
     [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in MUTANTS],
 )
+@pytest.mark.slow
 def test_a_planted_bug_is_found(subject, name, monkeypatch, kill_table):
     plant, row, dtype, expected = MUTANTS[name]
     plant(monkeypatch)

@@ -257,6 +257,7 @@ def test_a_model_without_choices_of_attention_has_no_layouts_of_them(quickstart)
     assert {(row["pipeline"], row["packing"]) for row in rows} == {(1, False)}
 
 
+@pytest.mark.slow
 def test_the_forced_sizes_reach_attention_and_loss(quickstart, monkeypatch):
     """The proof has several blocks and chunks at its size, also with a sharded vocabulary."""
     seen = {}
