@@ -117,6 +117,7 @@ def accumulate(
         microbatches = jax.vmap(split, in_axes=(0, None), out_axes=1)(shards, num_microbatches)
 
         first_microbatch = jax.tree.map(lambda leaf: leaf[0], microbatches)
+        # A loop has to be traced twice, the first time for the shapes of its sums.
         if num_microbatches == 1:
             grads, metrics = compute_grads_of_microbatch(0, first_microbatch)
         else:

@@ -65,8 +65,10 @@ def run_once(number: int, num_busy: int) -> dict:
         code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output).returncode
     if not report.exists():
         raise SystemExit(f"{output.name}: exit code {code}, and no report")
-    seconds = round(time.monotonic() - start)
-    return {"commit": commit(), "code": code, "seconds": seconds, "failed": failed_tests(report)}
+    failed = failed_tests(report)
+    if code and not failed:  # such as a crash of all workers
+        failed["launch/test.sh"] = f"exit code {code}"
+    return {"seconds": round(time.monotonic() - start), "failed": failed}
 
 
 def runs_of(commit_of_runs: str) -> list[dict]:
@@ -87,7 +89,7 @@ def main() -> int:
     current = commit()
     runs = runs_of(current)
     while len(runs) < args.runs:
-        run = run_once(len(runs) + 1, args.load)
+        run = {"commit": current} | run_once(len(runs) + 1, args.load)
         with open(RESULTS, "a") as file:
             file.write(json.dumps(run) + "\n")
         runs.append(run)

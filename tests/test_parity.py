@@ -59,6 +59,20 @@ def test_micro_batches_add_up_to_the_batch(layout, num_microbatches, x64):
     assert_same(Run(c, dtype="float64", **layout).one_step(), one_device(), rtol=1e-10)
 
 
+def test_without_micro_batches_the_gradient_is_traced_once(monkeypatch):
+    calls, plain = [], grads.run_blocks
+
+    def run_blocks(*args, **kwargs):
+        calls.append(args)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(grads, "run_blocks", run_blocks)
+    run = Run(tiny_config(), data=8)
+    with run.program.active():
+        jax.eval_shape(run.program.train_step, run.program.abstract_state, run.batch())
+    assert len(calls) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",

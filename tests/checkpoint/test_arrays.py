@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import traverse_util
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import meshtrain
 from meshtrain import errors
@@ -113,6 +113,24 @@ def bytes_read():
     """Returns the bytes that this process has read from files."""
     with open("/proc/self/io") as file:
         return int(file.readline().removeprefix("rchar: "))
+
+
+def test_replicas_write_parts_of_large_arrays_alone(tmp_path):
+    """Each part is a program to compile, which takes longer than to write a small array."""
+    replicated = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec())
+    params = {"small": jnp.zeros((8, 128)), "large": jnp.zeros((8, 2**18))}  # of 4 KiB, of 8 MiB
+    state = TrainState(jnp.int32(0), jax.device_put(params, replicated), ())
+    described = dict.fromkeys(("metrics", "loss_statistics", "mesh", "versions", "config"), {})
+    described |= dict(position=0, time=0.0, processes=1, arrays=arrays.shapes_of(state))
+    with contextlib.closing(AsyncWriter()) as writer:
+        writer.save(manifest.partial_folder(tmp_path, 0) / arrays.FOLDER, arrays.fields(state))
+        writer.wait()
+    saved = manifest.commit(tmp_path, 0, **described)
+    assert {path: len(chunks) for path, chunks in saved.chunks.items()} == {
+        "step": 1,
+        "params/small": 1,
+        "params/large": 8,
+    }
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="counts bytes with /proc")

@@ -12,6 +12,7 @@ from meshtrain.config import load as configfile
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.configs import default
+from meshtrain.configs._sections import Sections
 from meshtrain.program import assemble
 from meshtrain.train import train
 
@@ -67,6 +68,14 @@ def test_an_invalid_value_is_reported_with_its_key_and_what_to_do(tiny, key, val
     (tiny[section] if section else tiny)[name] = value
     (fault,) = faults_of(tiny)
     assert line in fault
+
+
+def test_to_write_a_new_section_walks_over_no_other(monkeypatch):
+    def ignore_type(config):
+        raise AssertionError("a walk over all sections")
+
+    monkeypatch.setattr(Sections, "ignore_type", ignore_type)
+    assert default.get_config().train.steps == 1000
 
 
 def test_tensor_must_divide_heads_and_feed_forward(tiny):

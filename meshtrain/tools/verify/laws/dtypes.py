@@ -168,35 +168,50 @@ class _Walk:
 
     def run_equation(self, equation: Any, entering: list[Marks], scope: str) -> list[Marks]:
         """Returns the marks of the results of an equation; checks it if it has none inside."""
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         if name == "scan":
-            first, num_carry = sizes_of_scan(equation)
-            end = first + num_carry
-            consts, carry, slices = entering[:first], entering[first:end], entering[end:]
-
-            def iterate(carry):
-                return self.run(params["jaxpr"], [*consts, *carry, *slices], scope)
-
-            return self.run_loop(id(params["jaxpr"]), iterate, carry)
+            return self.run_scan(equation, entering, scope)
         if name == "while":
-            first, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-            consts, carry = entering[first:end], entering[end:]
-            body = params["body_jaxpr"].jaxpr
-
-            def iterate(carry):
-                return self.run(body, [*consts, *carry], scope)
-
-            return self.run_loop(id(body), iterate, carry)
+            return self.run_while(equation, entering, scope)
         if name == "cond":
-            branches = [self.run(branch, entering[1:], scope) for branch in params["branches"]]
-            return [frozenset().union(*marks) for marks in zip(*branches, strict=True)]
-        inner = None if name in SUMS else _inner_jaxpr(params)
+            return self.run_cond(equation, entering, scope)
+        inner = None if name in SUMS else _inner_jaxpr(equation.params)
         if inner is not None and len(inner.invars) == len(entering):
             return self.run(inner, entering, scope)
 
         if self.fault is None:
             self.fault = self.check(equation, entering, scope)
         return [_marks_after(equation, entering) for _ in equation.outvars]
+
+    def run_scan(self, equation: Any, entering: list[Marks], scope: str) -> list[Marks]:
+        body = equation.params["jaxpr"]
+        first, num_carry = sizes_of_scan(equation)
+        end = first + num_carry
+        consts = entering[:first]
+        slices = entering[end:]
+
+        def iterate(carry):
+            return self.run(body, [*consts, *carry, *slices], scope)
+
+        return self.run_loop(id(body), iterate, entering[first:end])
+
+    def run_while(self, equation: Any, entering: list[Marks], scope: str) -> list[Marks]:
+        body = equation.params["body_jaxpr"].jaxpr
+        first = equation.params["cond_nconsts"]
+        end = first + equation.params["body_nconsts"]
+        consts = entering[first:end]
+
+        def iterate(carry):
+            return self.run(body, [*consts, *carry], scope)
+
+        return self.run_loop(id(body), iterate, entering[end:])
+
+    def run_cond(self, equation: Any, entering: list[Marks], scope: str) -> list[Marks]:
+        """Returns the marks of each result in any of the branches."""
+        branches = []
+        for branch in equation.params["branches"]:
+            branches.append(self.run(branch, entering[1:], scope))
+        return [frozenset().union(*marks) for marks in zip(*branches, strict=True)]
 
     def run_loop(self, loop: int, iterate: Callable, carry: list[Marks]) -> list[Marks]:
         """Returns the marks after any number of iterations of the loop with this id."""
