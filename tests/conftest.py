@@ -29,8 +29,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 runtime.set_num_threads(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # No persistent compile cache: on CPU a program for several devices that is read from the cache runs
-# its collectives in a different order on each device, and hangs (jax 0.10.2 and 0.12.0.1).
+# its collectives in a different order on each device, and hangs (jax 0.10.2 and 0.12.0.1). A test
+# that presents one device to a run would turn it on (`runtime.setup`) for those that follow.
 # `compile_once` shares programs in memory instead.
+jax.config.update("jax_enable_compilation_cache", False)
 
 
 compile_program, programs = compiler.backend_compile_and_load, {}
