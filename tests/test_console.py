@@ -162,7 +162,11 @@ def start(arguments, **options):
     return subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, text=True, **options)
 
 
-@pytest.mark.parametrize("through", [[], ["launch", "--"]], ids=["alone", "launch"])
+@pytest.mark.parametrize(
+    "through",
+    [[], pytest.param(["launch", "--"], marks=pytest.mark.slow)],
+    ids=["alone", "launch"],
+)
 def test_a_closed_terminal_saves_the_run(through, tmp_path):
     """The terminal is really closed: SIGHUP, and errors in all writes."""
     leader, follower = pty.openpty()
@@ -267,6 +271,7 @@ def test_ctrl_c_ends_every_verb_at_once_with_one_line(arguments, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_processes_of_verify(tmp_path):
     arguments = ["verify", "--config=quickstart", "--simulate_devices=2", "--jobs=2", "--quick"]
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)

@@ -310,6 +310,7 @@ def test_the_scale_doubles_after_enough_finite_steps(float16_run):
     assert (after.loss_scale.scale, after.loss_scale.good_steps) == (0.5, 0)
 
 
+@pytest.mark.slow
 def test_unscaled_float16_gradients_are_near_float32(float16_run):
     run, start, batch, _ = float16_run
     exact = Run(packed(**GPT2), **CUBE).program

@@ -95,6 +95,7 @@ def test_a_result_is_printed_in_a_line():
     )
 
 
+@pytest.mark.slow
 def test_the_time_that_steps_wait_for_data_and_the_mfu_are_recorded(tmp_path):
     parts = build(parse(quick(), num_devices=8))
     source = parts.train_data
@@ -177,6 +178,7 @@ def test_tokens_continue_when_a_run_resumes_with_another_seq_len(tmp_path):
     assert tokens() == [256, 512, 640, 3 * 16 * 8 + 256]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_a_crash_while_writing_a_row(tmp_path):
     train(quick(steps=2), workdir=tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -226,7 +228,9 @@ def test_a_finished_run_started_again_does_no_steps(tmp_path):
     assert again.step == 2 and len(rows(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_makes_a_run_save_and_stop(tmp_path, number):
     is_first = True
 

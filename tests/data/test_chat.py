@@ -266,7 +266,7 @@ def documents(source):
     return found
 
 
-@pytest.mark.parametrize("name", ["chatml", "marked"])
+@pytest.mark.parametrize("name", [pytest.param("chatml", marks=pytest.mark.slow), "marked"])
 def test_rows_hold_whole_conversations_and_weigh_the_tokens_before_learned_ones(
     name, tmp_path, folders
 ):
@@ -462,6 +462,7 @@ def test_generate_writes_the_reply_to_a_message(workdir, capsys):
     assert "a bytes tokenizer has no chat template" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_evaluate_says_that_conversations_are_split(workdir, capsys):
     """A converted model has the rows of the config that it would be trained with next."""
     arguments = [f"--workdir={workdir}", "--split=all", "--config.data.seq_len=16", "--batch=8"]

@@ -271,6 +271,7 @@ def test_a_run_that_began_with_a_converted_model_keeps_its_length(imported, tmp_
     assert default[0] == 0 and default[2] == ""
 
 
+@pytest.mark.slow
 def test_every_way_to_lose_the_beginning_of_a_prompt_is_reported(workdir, imported, capsys):
     flags = [f"--workdir={workdir}", "--temperature=0", "--length=2"]
     prompts = ["--prompt=ABC", f"--prompt={DIGITS}"]
@@ -480,6 +481,7 @@ def prefix_space(folder):
 @pytest.mark.parametrize(
     "make", [prefix_space, pytest.param(sentence_piece, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_bits_per_byte_leave_out_the_space_that_a_tokenizer_adds(make, tmp_path, capsys):
     texts = [text for text in TEXTS if text[0].isalpha()]
     flags = [f"--tokenizer={make(tmp_path / 'tokenizer')}", "--bos", "--num_workers=1"]

@@ -100,6 +100,7 @@ def test_prefill_uses_the_configured_attention_and_decoding_uses_xla(monkeypatch
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_every_mesh_samples_the_same_tokens(layout, sampling):
     program, params = build_program(MIXED)
     alone = sampled_rows(program, params, sampling=sampling)

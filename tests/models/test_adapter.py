@@ -375,6 +375,7 @@ STARTS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "the same")) for name in STARTS]
 )
+@pytest.mark.slow
 def test_a_run_starts_as_the_adapted_model_that_it_starts_from(name, adapted_run, tmp_path, capsys):
     """Whatever its own adapter is; the log says what became of the other one."""
     workdir, expected = adapted_run

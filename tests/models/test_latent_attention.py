@@ -79,6 +79,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "layout", "context", "train"), CASES, ids=str)
+@pytest.mark.slow
 def test_a_layout_trains_like_one_device(name, layout, context, train, x64):
     c = latent(name)
     c.context.update(context)

@@ -275,7 +275,7 @@ STEPS += [
     for mesh in MESHES
     if "pipeline" in mesh
 ]
-FEW = [("linen blocks", MESHES[3]), ("mixed", MESHES[3])]
+FEW = [("mixed", MESHES[3])]
 
 
 @pytest.mark.parametrize(
@@ -340,6 +340,7 @@ RANK, ALPHA = 2, 6.0
     "kind",
     [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "blocks")) for kind in ADAPTED],
 )
+@pytest.mark.slow
 def test_adapters_of_own_layers_equal_merged_kernels_by_plain_calls(kind, x64):
     num_layers, mesh = ADAPTED[kind]
     c = config()

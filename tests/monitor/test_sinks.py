@@ -85,6 +85,7 @@ def test_no_file_of_tensorboard_replaces_one_of_the_same_second(tmp_path, monkey
     assert curve(tmp_path / "tensorboard", "loss") == {0: 0.0, 1: 1.0, 2: 9.0}
 
 
+@pytest.mark.slow
 def test_an_error_of_the_function_ends_the_run_and_one_of_a_service_does_not(
     tmp_path, monkeypatch, capsys
 ):

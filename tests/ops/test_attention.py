@@ -118,7 +118,10 @@ CASES = {  # sequence, block, options; the last block is padded, and windows beg
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    "num_kv_heads",
+    [pytest.param(4, marks=pytest.mark.slow), 2, pytest.param(1, marks=pytest.mark.slow)],
+)
 def test_results_and_gradients_of_blocks_equal_the_formula(case, num_kv_heads):
     length, block, options = CASES[case]
     options = dict(options)

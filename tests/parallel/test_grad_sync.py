@@ -366,6 +366,7 @@ def test_a_run_resumes_bit_for_bit_with_its_residual(stopped, tmp_path):
     [dict(slices=2, data=2, fsdp=2, tensor=2), dict(slices=4, data=8), dict(data=8)],
     ids=str,
 )
+@pytest.mark.slow
 def test_on_another_mesh_the_residual_has_the_same_sum(stopped, tmp_path, sizes):
     folder, first, _ = stopped
     shutil.copytree(folder, tmp_path / "a")
@@ -379,6 +380,7 @@ def test_on_another_mesh_the_residual_has_the_same_sum(stopped, tmp_path, sizes)
         assert np.abs(leaf).max() > 0
 
 
+@pytest.mark.slow
 def test_a_run_may_begin_or_end_to_compress(stopped, tmp_path):
     folder, _, _ = stopped
     shutil.copytree(folder, tmp_path / "a")
@@ -391,6 +393,7 @@ def test_a_run_may_begin_or_end_to_compress(stopped, tmp_path):
     assert state.residual and not any(leaf.any() for leaf in state.residual.values())
 
 
+@pytest.mark.slow
 def test_the_audit_counts_what_is_sent(tiny):
     tiny.mesh.update(data=8, slices=2)
     tiny.sync.update(dtype="int8", pattern="hierarchical")
@@ -425,6 +428,7 @@ def test_settings_that_do_not_work_are_one_line(tiny, changes, fault):
     assert len(found.value.faults) == 1 and fault in found.value.faults[0]
 
 
+@pytest.mark.slow
 def test_a_run_says_how_gradients_meet(tiny, capsys):
     tiny.train.steps = 1
     tiny.mesh.slices = 2

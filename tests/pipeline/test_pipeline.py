@@ -88,6 +88,7 @@ def test_bfloat16_is_as_accurate_as_without_a_pipeline():
 
 
 @pytest.mark.parametrize("keep", ["inputs", pytest.param("residuals", marks=slow)])
+@pytest.mark.slow
 def test_inputs_of_idle_stages_change_no_result(keep, x64, monkeypatch):
     monkeypatch.setattr(executor, "IDLE_INPUT", np.nan)
     pipeline = ("interleaved", 2, keep)
@@ -211,6 +212,7 @@ def test_a_residual_is_kept_if_and_only_if_it_depends_on_the_input():
 @pytest.mark.parametrize(
     "name", ["1f1b", pytest.param("gpipe", marks=slow), pytest.param("interleaved", marks=slow)]
 )
+@pytest.mark.slow
 def test_stages_exchange_messages_and_gather_nothing(name):
     text = compiled(name, 2 if name == "interleaved" else 1, "inputs", 8).as_text()
     assert " all-gather" not in text and " all-to-all" not in text

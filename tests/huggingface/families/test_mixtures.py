@@ -63,7 +63,13 @@ def fused_folder(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in ("mixtral", "deepseek_v3") else SLOW)
+        for family in FAMILIES
+    ],
+)
 def test_tensors_of_all_experts_are_imported_and_exported_one_by_one(
     family, fused_folder, tmp_path
 ):
@@ -99,7 +105,7 @@ def test_a_fused_tensor_of_another_shape_is_reported_by_its_name(shape, fused_fo
 # ---- what layers measure ----
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=SLOW)])
 def test_an_import_has_what_layers_measure_before_the_first_step(dtype, tmp_path):
     run(GOLDEN / "olmoe", tmp_path / "run", f"--dtype={dtype}")
     cfg = parse(configfile.load_config(str(tmp_path / "run" / "config.json")), num_devices=8)
@@ -151,6 +157,7 @@ def test_what_layers_measured_is_not_exported_but_a_bias_is_an_error(tmp_path):
     assert message in str(error.value) and not (tmp_path / "biased").exists()
 
 
+@pytest.mark.slow
 def test_the_bias_of_a_router_is_exported_in_float32(tmp_path):
     run(GOLDEN / "dots1", tmp_path / "run", "--dtype=bfloat16")
     path = "layers/mlp/measured/bias"

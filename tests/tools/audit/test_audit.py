@@ -85,6 +85,7 @@ def test_fsdp_gathers_twice_and_scatters_once():
 @pytest.mark.parametrize(
     "layout", [{"fsdp": 8}, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow)], ids=str
 )
+@pytest.mark.slow
 def test_loss_chunks_send_no_extra_bytes(layout, monkeypatch):
     """Each device sums the chunks of its rows; one all-reduce then adds the sums of all devices."""
     monkeypatch.setattr(losses, "MIB", 1024)
@@ -119,6 +120,7 @@ def test_the_command_prints_all_sections_for_a_product_of_axes(capsys):
     assert "tensor: " + ONE_BY_ONE in extra[0] and all("scalars" in line for line in extra[1:])
 
 
+@pytest.mark.slow
 def test_gathers_that_are_avoided_are_reported_and_not_in_the_minimum():
     # XLA gathers parameters once, before the first of the micro-batches that use them.
     result = audited(train=dict(global_batch=16, num_microbatches=2), fsdp=8)
@@ -128,6 +130,7 @@ def test_gathers_that_are_avoided_are_reported_and_not_in_the_minimum():
     assert (axes, role) == ("fsdp", "parameters gathered") and num_bytes > 0
 
 
+@pytest.mark.slow
 def test_gradients_summed_in_each_microbatch_are_reported(monkeypatch):
     # Without per-device batch slices, XLA sums the gradients over data in every iteration.
     monkeypatch.setattr(sharding, "batch_slices", lambda axes: ((), 1))

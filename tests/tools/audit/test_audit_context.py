@@ -61,6 +61,7 @@ def test_what_recomputed_attention_sends_again_is_explained(method):
     assert 0 < extra[3] <= again * minimum
 
 
+@pytest.mark.slow
 def test_an_extra_gather_of_sequences_is_reported(monkeypatch):
     attend = context_attention.attention
 

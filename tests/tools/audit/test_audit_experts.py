@@ -67,6 +67,7 @@ def test_dense_layers_at_the_start_need_what_other_layers_need(mesh):
     assert [line for line in result.warnings if "mixture.py" not in line] == []
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_are_summed_over_data_alone():
     result = audited({"data": 2, "expert": 4})
     assert_explained(result)

@@ -36,6 +36,7 @@ def results():
 
 
 @pytest.mark.parametrize("M", [4, 8])
+@pytest.mark.slow
 def test_one_message_per_tick_in_each_direction(results, M):
     result, A, P = results[M], 64 // 2 // M * 16 * 32 * 4, 4
     assert_explained(result)

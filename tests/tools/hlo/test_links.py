@@ -214,6 +214,7 @@ def test_hybrid_sharding_sends_one_shard_of_the_gradients_between_slices():
     assert audit._plain(result.links)["leaving_slice"] == result.links.leaving_slice
 
 
+@pytest.mark.slow
 def test_a_flat_all_reduce_sends_almost_twice_as_much_between_slices():
     flat, plain = audited(data=8, slices=2), audited(data=8)
     assert flat.links.leaving_slice == pytest.approx(2 * 7 / 8 * flat.param_bytes, abs=64)

@@ -105,6 +105,7 @@ def test_only_ways_that_apply_are_offered():
     assert "mesh.data=2 mesh.fsdp=4" in ways  # within slices
 
 
+@pytest.mark.slow
 def test_a_smaller_chunk_of_the_loss_saves_logits():
     c = wide_config(model__vocab_size=65536, data__vocab_size=65536)
     logits = 4 * 32 * 64 * 65536 / 2**20
@@ -171,6 +172,7 @@ def test_a_first_step_without_memory_keeps_the_checkpoint(tiny, monkeypatch, tmp
     assert train.train(tiny, workdir=tmp_path).step == 2
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_audited_with_the_ways_out(tiny, monkeypatch, capsys):
     monkeypatch.setattr(limits, "available_memory", lambda: 8000.0)
     flags = ["--config=configs/default.py", "--config.model.d_model=32", "--config.model.d_ff=64"]
@@ -182,6 +184,7 @@ def test_a_step_that_does_not_fit_is_audited_with_the_ways_out(tiny, monkeypatch
     check_lines(lines[lines.index(verdict) :])
 
 
+@pytest.mark.slow
 def test_a_run_that_may_not_fit_logs_the_ways_out_and_goes_on(tiny, monkeypatch, capsys, tmp_path):
     tiny.train.steps = 1
     monkeypatch.setattr(writer, "peak_bytes_in_use", lambda: 7)

@@ -17,11 +17,13 @@ from meshtrain.tools.plan.layout import Layout
     "config, layout",
     [
         (quickstart, Layout(data=2, fsdp=2, tensor=2, zero_stage=1)),
-        (quickstart, Layout(pipeline=2, fsdp=2, context=2, zero_stage=2)),
+        pytest.param(
+            quickstart, Layout(pipeline=2, fsdp=2, context=2, zero_stage=2), marks=pytest.mark.slow
+        ),
         (quickstart, Layout(fsdp=8, zero_stage=3)),
-        (gpt2, Layout(data=2, tensor=4, zero_stage=0)),
+        pytest.param(gpt2, Layout(data=2, tensor=4, zero_stage=0), marks=pytest.mark.slow),
         (mixtral, Layout(expert=4, fsdp=2)),
-        (deepseek_v2_lite, Layout(expert=2, tensor=2, fsdp=2)),
+        pytest.param(deepseek_v2_lite, Layout(expert=2, tensor=2, fsdp=2), marks=pytest.mark.slow),
     ],
 )
 def test_the_state_is_that_of_the_program(config, layout):

@@ -228,6 +228,7 @@ def test_devices_are_busy_with_collectives_and_other_work(traced_run):
     assert 0 <= timing.waited < timing.traced and timing.untraced > 0
 
 
+@pytest.mark.slow
 def test_operations_have_a_source_line(traced_run):
     found, _ = traced_run
     in_layers = {(row.kind, row.phase) for row in found.rows if "models/layers.py" in row.source}

@@ -233,6 +233,7 @@ def test_stochastic_rounding_that_is_biased_or_correlated_is_found(monkeypatch):
     assert "errors of two arrays are correlated" in rounding_laws.stochastic_rounding()
 
 
+@pytest.mark.slow
 def test_a_users_own_model_that_is_not_a_language_model():
     def build(rngs):
         def named(*names):
