@@ -12,8 +12,8 @@ Each mutant meets the tests that reach its lines (`contexts.py`: measured once, 
 remove that folder to measure again), the cheapest first, until one fails. For a constant of a
 module or a field of a class these are the lines that name it. If fewer than three tests reach the
 lines, those that reach the function follow, then those that reach the file. A failed assertion, a
-crash and a hang are finds, if the test passes alone without the mutant. Survivors in the maths of
-a step then meet `verify --quick`.
+crash and a hang are finds, if the test passes alone without the mutant. Survivors then meet the
+slow tests of their module, and those in the maths of a step `verify --quick`.
 
 What still survives is classified by hand in survivors.toml: "equivalent", with the reason, or
 "hole", with the test that was missing. The score is the share of found mutants among those that are
@@ -46,6 +46,8 @@ STORE = ROOT / "build" / "blind" / "contexts"
 REMIT = {"step", "grads", "state", "optim", "ops", "models", "parallel", "pipeline"}
 FEW_TESTS = 3
 SECONDS_OF_A_MUTANT = 300  # of tests that pass; the others of a mutant that many reach are left out
+STAGES = ("tests", "slow", "verify")
+SECONDS_OF_A_SLOW_TEST = 1800
 FINDS = ("failed", "crashed", "timeout")
 INTRODUCTION = """# The blind measure
 
@@ -159,8 +161,9 @@ class Worker:
         self.process = subprocess.Popen(command, cwd=root, env=environ, **pipes)
         self.passes_alone: dict[str, bool] = {}  # without a mutant, by test
 
-    def run(self, file: str, limits: dict[str, float]) -> dict:
-        request = {"file": file, "limits": limits, "log": str(self.root.parent / "tests.log")}
+    def run(self, file: str, limits: dict[str, float], marker: str) -> dict:
+        log = str(self.root.parent / "tests.log")
+        request = {"file": file, "limits": limits, "marker": marker, "log": log}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -176,8 +179,16 @@ def limit_of(test: contexts.Test) -> float:
     return 300 + 5 * test.seconds
 
 
-def examine(mutant: mutate.Mutant, chosen: dict[str, dict[str, float]], worker: Worker) -> dict:
-    """Runs tests, by file with their limits, until one finds the mutant; returns the result."""
+def examine(
+    mutant: mutate.Mutant,
+    chosen: dict[str, dict[str, float]],
+    worker: Worker,
+    marker: str = "not slow",
+) -> dict:
+    """Runs tests, by file with their limits, until one finds the mutant; returns the result.
+
+    Without limits these are all tests of a file that have the marker.
+    """
     path = worker.root / mutant.file
     original = path.read_bytes()
     start, num_run = time.monotonic(), 0
@@ -185,16 +196,16 @@ def examine(mutant: mutate.Mutant, chosen: dict[str, dict[str, float]], worker: 
     try:
         for file, limits in chosen.items():
             path.write_bytes(mutant.apply(original))
-            answer = worker.run(file, limits)
+            answer = worker.run(file, limits, marker)
             num_run += answer["num"]
             while answer["outcome"] in FINDS:
                 path.write_bytes(original)
-                if passes_without_mutant(worker, file, answer["by"], limits):
+                if passes_without_mutant(worker, file, answer["by"], limits, marker):
                     result = {"outcome": answer["outcome"], "by": answer["by"]}
                     break
                 limits = {name: limit for name, limit in limits.items() if name != answer["by"]}
                 path.write_bytes(mutant.apply(original))
-                answer = worker.run(file, limits) if limits else {"outcome": "passed"}
+                answer = worker.run(file, limits, marker) if limits else {"outcome": "passed"}
             if result["outcome"] in FINDS:
                 break
     finally:
@@ -202,11 +213,19 @@ def examine(mutant: mutate.Mutant, chosen: dict[str, dict[str, float]], worker: 
     return result | {"num_run": num_run, "seconds": round(time.monotonic() - start, 1)}
 
 
-def passes_without_mutant(worker: Worker, file: str, test: str, limits: dict[str, float]) -> bool:
+def passes_without_mutant(
+    worker: Worker,
+    file: str,
+    test: str,
+    limits: dict[str, float],
+    marker: str,
+) -> bool:
     """Returns whether a test passes alone; it may depend on others, or on the load of the host."""
     if test not in worker.passes_alone:
-        alone = {test: limits[test]} if test in limits else limits  # else it is the file
-        worker.passes_alone[test] = worker.run(file, alone)["outcome"] == "passed"
+        alone = limits  # of the file, if it could not be imported
+        if "::" in test:
+            alone = {test: limits.get(test, SECONDS_OF_A_SLOW_TEST)}
+        worker.passes_alone[test] = worker.run(file, alone, marker)["outcome"] == "passed"
     return worker.passes_alone[test]
 
 
@@ -286,12 +305,24 @@ def measure(seed: int, num: int, deadline: float) -> None:
             result = examine(mutant, chosen, worker)
             result |= {"num_chosen": len(tests), "reach": reach, "is_final": is_final}
             record(number, "tests", result)
+
+        def is_open(number: int, stage: str) -> bool:
+            """Returns whether a mutant has survived so far, and this stage has not seen it."""
+            tests = known_results.get((number, "tests"), {"is_final": False})
+            return (
+                tests["is_final"]
+                and last_results(known_results)[number]["outcome"] == "survived"
+                and (number, stage) not in known_results
+                and time.monotonic() < deadline
+            )
+
+        for number, mutant in enumerate(mutants):
+            if is_open(number, "slow"):
+                files = {file: {} for file in own_test_files(root, mutant.file)}
+                record(number, "slow", examine(mutant, files, worker, marker="slow"))
         worker.close()
         for number, mutant in enumerate(mutants):
-            result = known_results.get((number, "tests"), {"outcome": "not examined"})
-            is_open = result["outcome"] == "survived" and result["is_final"]
-            is_done = (number, "verify") in known_results or time.monotonic() > deadline
-            if is_open and mutant.area in REMIT and not is_done:
+            if is_open(number, "verify") and mutant.area in REMIT:
                 record(number, "verify", verify(mutant, root, timeout=1800))
 
 
@@ -319,18 +350,24 @@ def read_classes(path: Path) -> dict[tuple[int, int], dict]:
 
 
 def last_results(results: dict[tuple[int, str], dict]) -> dict[int, dict]:
-    """Returns the result of each mutant: that of verify, if the tests did not find it."""
+    """Returns the result of each mutant: that of the first stage that found it, or of its tests."""
     last = {}
-    for (number, stage), result in sorted(results.items()):  # "tests" before "verify"
-        if stage == "tests" or result["outcome"] == "failed":
-            last[number] = result
+    for stage in STAGES:
+        # That verify ends or hangs without a verdict is no find.
+        finds = ("failed",) if stage == "verify" else FINDS
+        for (number, of_stage), result in results.items():
+            if of_stage != stage or (number in last and last[number]["outcome"] in FINDS):
+                continue
+            if stage == "tests" or result["outcome"] in finds:
+                last[number] = result
     return last
 
 
 def table(folder: Path, classes: dict[tuple[int, int], dict]) -> str:
     """Returns the text of README.md."""
     paths = sorted(folder.glob("seed_*.jsonl"), key=lambda path: int(path.stem[5:]))
-    heads = ["seed", "commit", "examined", "by tests", "by verify", "equivalent", "holes", "score"]
+    heads = ["seed", "commit", "examined", "by tests", "by slow tests", "by verify"]
+    heads += ["equivalent", "holes", "score"]
     scores, kinds, survivors = [], collections.defaultdict(collections.Counter), []
     for path in paths:
         head, results = read_seed(path)
@@ -350,7 +387,7 @@ def table(folder: Path, classes: dict[tuple[int, int], dict]) -> str:
                 row = [f"{head['seed']}.{number}", where, change, one["class"], one["reason"]]
                 survivors.append([cell.replace("|", "\\|") for cell in row])
         holes = counts["hole"] + counts["open"]
-        num_found = counts["tests"] + counts["verify"]
+        num_found = sum(counts[stage] for stage in STAGES)
         score = f"{100 * num_found / max(1, num_found + holes):.0f} %"
         if not is_complete:  # finds are recorded at once, so they would be too many
             score = "contexts not complete"
@@ -359,8 +396,7 @@ def table(folder: Path, classes: dict[tuple[int, int], dict]) -> str:
                 str(head["seed"]),
                 head["commit"][:8],
                 f"{counts['examined']} of {head['num']}",
-                str(counts["tests"]),
-                str(counts["verify"]),
+                *(str(counts[stage]) for stage in STAGES),
                 str(counts["equivalent"]),
                 f"{holes}" + (f", {counts['open']} not classified" if counts["open"] else ""),
                 score,

@@ -59,13 +59,16 @@ class Chosen:
             self.write("failed", report.nodeid)
 
 
-def run_tests(file: str, limits: dict[str, float], log: str) -> dict:
-    """Returns the outcome of these tests: passed, failed, crashed or timeout, and of which test."""
+def run_tests(file: str, limits: dict[str, float], marker: str, log: str) -> dict:
+    """Returns the outcome of these tests: passed, failed, crashed or timeout, and of which test.
+
+    `marker` is an expression of pytest: "not slow" or "slow".
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _run_in_child(file, limits, log, writing)
+        _run_in_child(file, limits, marker, log, writing)
     os.close(writing)
     with open(reading, errors="replace") as events:
         # Processes that a test has started may keep the pipe open, so its end does not matter.
@@ -81,12 +84,12 @@ def run_tests(file: str, limits: dict[str, float], log: str) -> dict:
         outcome = "failed"
     elif os.WIFSIGNALED(status):
         outcome = "timeout" if os.WTERMSIG(status) == signal.SIGALRM else "crashed"
-    elif os.WEXITSTATUS(status):
+    elif os.WEXITSTATUS(status) not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         outcome = "crashed"
     return {"outcome": outcome, "by": by if outcome != "passed" else "", "num": len(started)}
 
 
-def _run_in_child(file: str, limits: dict[str, float], log: str, output: int):
+def _run_in_child(file: str, limits: dict[str, float], marker: str, log: str, output: int):
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -94,7 +97,7 @@ def _run_in_child(file: str, limits: dict[str, float], log: str, output: int):
     os.dup2(descriptor, 2)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_COLLECT)
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marker]
     code = pytest.main([*options, file], plugins=[Chosen(limits, output)])
     sys.stdout.flush()
     os._exit(code)
@@ -133,7 +136,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         start = time.perf_counter()
-        answer = run_tests(request["file"], request["limits"], request["log"])
+        answer = run_tests(**request)
         answer["seconds"] = round(time.perf_counter() - start, 1)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -147,7 +147,7 @@ def test_a_constant_meets_the_tests_of_the_lines_that_name_it(tmp_path):
     assert ({test.name for test in chosen}, how_near) == ({"a", "b", "c"}, "use")
 
 
-def test_equivalent_mutants_do_not_count_and_verify_can_still_find_survivors(tmp_path):
+def test_equivalent_mutants_do_not_count_and_later_stages_can_still_find_survivors(tmp_path):
     def line(number, stage, outcome, is_final=True):
         return {
             "number": number,
@@ -163,7 +163,7 @@ def test_equivalent_mutants_do_not_count_and_verify_can_still_find_survivors(tmp
             "is_final": is_final,
         }
 
-    lines = [{"seed": 7, "num": 6, "commit": "0123456789", "date": "2026-01-01"}]
+    lines = [{"seed": 7, "num": 7, "commit": "0123456789", "date": "2026-01-01"}]
     lines += [line(0, "tests", "failed"), line(1, "tests", "timeout"), line(2, "tests", "survived")]
     lines += [
         line(3, "tests", "survived"),
@@ -171,13 +171,14 @@ def test_equivalent_mutants_do_not_count_and_verify_can_still_find_survivors(tmp
         line(2, "verify", "failed"),
     ]
     lines += [line(3, "verify", "survived"), line(4, "verify", "crashed")]
+    lines += [line(3, "slow", "survived"), line(5, "tests", "survived"), line(5, "slow", "failed")]
     (tmp_path / "seed_7.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     classes = {(7, 3): {"class": "equivalent", "reason": "no reader"}}
     text = run.table(tmp_path, classes)
-    assert "| 7 | 01234567 | 5 of 6 | 2 | 1 | 1 | 1, 1 not classified | 75 % |" in text
-    assert "| constant | 3 of 4 |" in text
+    assert "| 7 | 01234567 | 6 of 7 | 2 | 1 | 1 | 1 | 1, 1 not classified | 80 % |" in text
+    assert "| constant | 4 of 5 |" in text
     with open(tmp_path / "seed_7.jsonl", "a") as file:
-        file.write(json.dumps(line(5, "tests", "survived", is_final=False)) + "\n")
+        file.write(json.dumps(line(6, "tests", "survived", is_final=False)) + "\n")
     assert "contexts not complete" in run.table(tmp_path, classes)
     assert "| 7.3 |" in text and "no reader" in text and "| 7.2 |" not in text
 
