@@ -107,6 +107,7 @@ def test_a_run_whose_streams_break_continues_and_logs_to_the_workdir(tmp_path):
         assert len(lost) <= 2
 
 
+@pytest.mark.slow
 def test_the_api_survives_a_stream_that_its_caller_has_replaced(tmp_path, monkeypatch, tiny):
     from meshtrain.train import train
 
@@ -246,7 +247,10 @@ def catches(process, number):
         ["train", *SMALL],
         ["convert", "nowhere", "TARGET"],
         ["prepare", "INPUT", "--output=TARGET", "--train_bpe=30000"],
-        ["verify", "--config=meshtrain/configs/default.py", "--simulate_devices=2"],
+        pytest.param(
+            ["verify", "--config=meshtrain/configs/default.py", "--simulate_devices=2"],
+            marks=pytest.mark.slow,
+        ),
         ["launch", "--", "verify", "--config=meshtrain/configs/default.py"],
     ],
     ids=lambda arguments: arguments[0],

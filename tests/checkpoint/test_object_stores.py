@@ -208,6 +208,7 @@ def test_a_damaged_or_missing_chunk_is_found_and_an_older_checkpoint_resumed(url
     assert_bit_equal(restored(found), expected)
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_not_damage(url, monkeypatch):
     train(saving(2), workdir=url)
     directory = checkpoints(opened(url)) / "2"
@@ -305,7 +306,7 @@ def test_what_another_run_may_have_written_is_not_moved(url, monkeypatch):
     object_store.release_lease()
 
 
-@pytest.mark.parametrize("node_rank", [0, 1])
+@pytest.mark.parametrize("node_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_last_upload_of_launch_leaves_the_files_of_another_run(
     url, monkeypatch, capfd, node_rank
 ):

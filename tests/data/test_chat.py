@@ -211,7 +211,10 @@ def test_a_template_has_bounds_of_memory_and_size(case, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", SLOW)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case == "loops" else pytest.mark.slow) for case in SLOW],
+)
 def test_a_template_has_a_limit_of_time(case, tmp_path, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.5)
     folder = put(tmp_path / "t", "{{ 'a' }}" + SLOW[case])
@@ -472,6 +475,7 @@ def test_evaluate_says_that_conversations_are_split(workdir, capsys):
     assert "data.seq_len=16: 99 of 99 conversations are longer and are split" in error
 
 
+@pytest.mark.slow
 def test_a_conversation_that_the_model_cannot_see_completely_is_rejected(workdir, capsys):
     """Without the beginning of its template it would be no conversation."""
     arguments = [f"--workdir={workdir}", "--chat", "--temperature=0"]

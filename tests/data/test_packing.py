@@ -321,6 +321,7 @@ def test_packed_rows_have_the_gradients_of_one_document_per_row(tmp_path, x64, k
 
 
 @pytest.mark.parametrize("kind", ["windows", pytest.param("best_fit", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_trains_on_packed_rows(tmp_path, kind):
     parsed = tiny_config().to_dict()
     docs = [doc % 63 + 1 for doc in documents(SIZES * 8)]

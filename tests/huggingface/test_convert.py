@@ -70,6 +70,7 @@ def test_an_import_of_bfloat16_shards_keeps_every_bit(family, tmp_path):
     assert tensor_bytes(tmp_path / "back") == tensor_bytes(source)
 
 
+@pytest.mark.slow
 def test_an_imported_workdir_can_be_restored_as_a_run(tmp_path):
     run(GOLDEN / "gemma3", tmp_path / "run")
     raw = configfile.load_config(str(tmp_path / "run" / "config.json"))

@@ -46,6 +46,7 @@ def prepare(folder, file, *flags):
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_an_export_of_a_run_from_scratch_says_what_ends_a_text(tmp_path):
     file = hugging_face(tmp_path / "t")
     described = json.loads(file.read_text())

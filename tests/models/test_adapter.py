@@ -396,6 +396,7 @@ def test_a_run_starts_as_the_adapted_model_that_it_starts_from(name, adapted_run
     assert any("lora_a" in path for path in event["new"]) == (not is_same and name != "none")
 
 
+@pytest.mark.slow
 def test_inference_rejects_another_adapter_than_the_checkpoint_has(adapted_run):
     c = config()
     c.adapter.targets, c.adapter.alpha = ("layers/attention/*",), 2.0

@@ -95,6 +95,7 @@ def test_blocks_of_any_size_compute_the_same_gradients(name, x64):
         assert_same(found, one_device(name), 1e-10)
 
 
+@pytest.mark.slow
 def test_no_remat_and_full_remat_compute_the_same_gradients(x64):
     c = latent()
     c.train.remat = "full"

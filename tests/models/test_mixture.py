@@ -126,6 +126,7 @@ STATISTICS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[slow] * (name != "bias")) for name in STATISTICS]
 )
+@pytest.mark.slow
 def test_statistics_of_several_steps_equal_formulas_in_numpy(name):
     """On packed rows with uneven weights, in micro-batches and shards."""
     c = mixture(**STATISTICS[name])

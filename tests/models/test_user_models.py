@@ -312,6 +312,7 @@ def test_a_model_with_running_state_is_rejected():
         meshtrain.from_nnx(lambda rngs: nnx.BatchNorm(4, rngs=rngs), classify)
 
 
+@pytest.mark.slow
 def test_evaluation_data_may_be_an_iterator_of_any_length():
     """Each evaluation uses the same batches, and none of them counts twice."""
     c = digits_config()

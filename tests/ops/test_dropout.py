@@ -120,7 +120,9 @@ def test_the_gradient_is_the_mask_and_keeps_only_keys():
     assert max(leaf.size for leaf in jax.tree.leaves(vjp)) <= 16
 
 
-@pytest.mark.parametrize("implementation", ["xla", "xla:5", "blockwise:5"])
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("xla:5", marks=pytest.mark.slow), "blockwise:5"]
+)
 def test_attention_drops_the_probabilities_of_the_reference(implementation, x64):
     random = np.random.default_rng(0)
     q, k, v = (random.normal(size=(4, 12, heads, 6)) for heads in (4, 2, 2))

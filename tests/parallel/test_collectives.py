@@ -70,8 +70,14 @@ def calls_of(dtype):
     return [(name, option) for name, option in CALLS if is_ordered or option not in ("max", "min")]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: jnp.dtype(dtype).name)
-@pytest.mark.parametrize("layout", MESHES)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param(layout, dtype, marks=[] if layout == "middle axis" else pytest.mark.slow)
+        for layout, dtype in itertools.product(MESHES, DTYPES)
+    ],
+    ids=lambda value: value if isinstance(value, str) else jnp.dtype(value).name,
+)
 def test_along_an_axis_each_position_gets_what_numpy_computes(layout, dtype):
     sizes, axis = MESHES[layout]
     mesh = make_mesh(**sizes)

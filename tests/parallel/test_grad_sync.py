@@ -275,6 +275,7 @@ def int4(c, **changes):
     return c
 
 
+@pytest.mark.slow
 def test_a_skipped_step_keeps_the_residual(tiny):
     run = Run(int4(tiny), data=8)
     with run.program.active():

@@ -37,6 +37,7 @@ def test_gradients_are_summed_over_data_once_for_any_number_of_microbatches():
 
 
 @pytest.mark.parametrize("packing", ["windows", "best_fit"])
+@pytest.mark.slow
 def test_a_packed_config_is_compiled_with_segments(packing):
     c = default.get_config()
     c.data.packing = packing

@@ -46,6 +46,7 @@ def test_one_message_per_tick_in_each_direction(results, M):
 
 
 @pytest.mark.parametrize("M", [4, 8])
+@pytest.mark.slow
 def test_embedding_and_head_run_once_per_microbatch(results, M):
     # This also holds if they are in a branch that some ticks of a loop skip.
     result, A = results[M], 64 // 2 // M * 16 * 32 * 4

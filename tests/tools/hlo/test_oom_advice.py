@@ -69,7 +69,12 @@ def test_micro_batches_and_remat_save_about_what_is_said():
 
 
 @pytest.mark.parametrize(
-    "change", [{"train.zero_stage": 3}, {"optim.moment_dtype": "bfloat16"}], ids=str
+    "change",
+    [
+        pytest.param({"train.zero_stage": 3}, marks=pytest.mark.slow),
+        {"optim.moment_dtype": "bfloat16"},
+    ],
+    ids=str,
 )
 def test_the_bytes_of_the_state_are_exact(change):
     keys = dict(mesh__fsdp=8, train__zero_stage=1)

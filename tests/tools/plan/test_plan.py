@@ -11,6 +11,7 @@ from meshtrain.tools.plan.layout import Layout, name_of
 from tests.lib.plans import run
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     output = tmp_path / "plan.json"
     flags = ["--device=h200", "--devices=64", "--tokens=1e12", "--price=2"]

@@ -238,6 +238,7 @@ def test_operations_have_a_source_line(traced_run):
     assert sum(row.calls for row in unknown) < 0.1 * sum(row.calls for row in found.rows)
 
 
+@pytest.mark.slow
 def test_the_text_shows_the_costliest_rows_and_sums_up_the_rest(traced_run):
     found, _ = traced_run
     lines = list(text.lines(found, top=3))
