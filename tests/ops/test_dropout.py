@@ -105,6 +105,17 @@ def test_a_mask_is_that_of_the_reference():
     assert of_rows.shape == (4, 5) and not np.array_equal(of_rows, found[:, 0])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_is_kept_is_divided_in_float32(dtype):
+    """In bfloat16, 1 - 0.1 would be 0.8984."""
+    x = jnp.linspace(1, 3, 4 * 500).reshape(4, 500).astype(dtype)
+    found = meshtrain.dropout(x, {"row_keys": KEYS}, rate=0.1, site=0)
+    exact = (np.asarray(x, np.float64) / 0.9).astype(x.dtype)
+    is_kept = np.asarray(found != 0)
+    assert found.dtype == x.dtype and 0.85 < is_kept.mean() < 0.95
+    np.testing.assert_array_equal(found[is_kept], exact[is_kept])
+
+
 def test_masks_are_independent_at_the_rate():
     assert dropout_laws.independent() is None
 
