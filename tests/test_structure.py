@@ -170,6 +170,19 @@ state.client.wait_at_barrier("d", 1000)
     subprocess.run([sys.executable, "-c", program, address], env=environ, check=True, timeout=60)
 
 
+def test_modules_of_every_package_are_loaded_as_its_attributes():
+    """After `import meshtrain`, which imports none of them."""
+    for init in (ROOT / "meshtrain").rglob("__init__.py"):
+        name = ".".join(init.parent.relative_to(ROOT).parts)
+        package = importlib.import_module(name)
+        for path in init.parent.glob("[!_]*.py"):
+            module = importlib.import_module(f"{name}.{path.stem}")
+            # An attribute already, as this imports it: the function that finds others is asked.
+            find = vars(package).get("__getattr__")
+            is_imported = re.search(rf"\b{path.stem}\b", init.read_text())
+            assert find(path.stem) is module if find else is_imported, module
+
+
 @pytest.mark.parametrize(
     ("library", "files"),
     [
