@@ -19,9 +19,9 @@ def check(axes, **sizes):
 @pytest.mark.parametrize(
     ("axes", "faults"),
     [
-        ({"a": {"kernel": ("embed",)}, "b": (None,)}, ["a.kernel of shape (4, 6) has ('embed',)"]),
+        ({"a": {"kernel": ("embed",)}, "b": (None,)}, ["a/kernel of shape (4, 6) has ('embed',)"]),
         ({"a": {"kernel": ("embed", "mlp")}}, ["b of shape (3,) has None"]),
-        ({"a": {"kernel": None}, "b": None}, ["a.kernel of shape (4, 6) has None", "b of shape"]),
+        ({"a": {"kernel": None}, "b": None}, ["a/kernel of shape (4, 6) has None", "b of shape"]),
     ],
     ids=["too few", "no entry", "None"],
 )
