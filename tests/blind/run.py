@@ -10,10 +10,11 @@ tests of later commits never raise the score of a seed.
 
 Each mutant meets the tests that reach its lines (`contexts.py`: measured once, in build/blind;
 remove that folder to measure again), the cheapest first, until one fails. For a constant of a
-module or a field of a class these are the lines that name it. If fewer than three tests reach the
-lines, those that reach the function follow, then those that reach the file. A failed assertion, a
-crash and a hang are finds, if the test passes alone without the mutant. Survivors then meet the
-slow tests of their module, and those in the maths of a step `verify --quick`.
+module or a field of a class these are the lines that name it, and test files that name it too come
+first. If fewer than three tests reach the lines, those that reach the function follow, then those
+that reach the file. A failed assertion, a crash and a hang are finds, if the test passes alone
+without the mutant. Survivors then meet the slow tests of their module, and those in the maths of a
+step `verify --quick`.
 
 What still survives is classified by hand in survivors.toml: "equivalent", with the reason, or
 "hole", with the test that was missing. The score is the share of found mutants among those that are
@@ -104,15 +105,18 @@ def choose(mutant: mutate.Mutant, known: contexts.Contexts) -> tuple[list[contex
         all_lines = known.reached.get(mutant.file, {})
         names, reach = known.of_lines(mutant.file, all_lines), "file"
 
-    # The files of the mutant's own folder first, then the cheapest.
+    # Files that name what the mutant's statement assigns first, then those of its own folder, then
+    # the cheapest.
+    named = names_of(mutant, known) if not last else None
     by_file = collections.defaultdict(list)
     for name in names:
         by_file[name.partition("::")[0]].append(known.tests[name])
     own_folder = str(Path(mutant.file).parent).replace("meshtrain", "tests", 1)
 
-    def rank(file: str) -> tuple[bool, float]:
+    def rank(file: str) -> tuple[bool, bool, float]:
         seconds = sum(test.seconds for test in by_file[file])
-        return str(Path(file).parent) != own_folder, seconds
+        is_named = bool(named and named.search((known.root / file).read_text()))
+        return not is_named, str(Path(file).parent) != own_folder, seconds
 
     chosen, seconds = [], 0.0
     for file in sorted(by_file, key=rank):
@@ -123,13 +127,18 @@ def choose(mutant: mutate.Mutant, known: contexts.Contexts) -> tuple[list[contex
     return chosen, reach
 
 
-def users_of(mutant: mutate.Mutant, known: contexts.Contexts) -> set[str]:
-    """Returns the tests that reach a line with a name that the mutant's statement assigns."""
+def names_of(mutant: mutate.Mutant, known: contexts.Contexts) -> re.Pattern | None:
+    """Returns a pattern of the names that the mutant's statement assigns, if there are any."""
     statement = (known.root / mutant.file).read_text().splitlines()[mutant.line - 1]
     targets = re.findall(r"\w+", re.split("[:=]", statement)[0])
-    if not targets:
+    return re.compile(rf"\b({'|'.join(targets)})\b") if targets else None
+
+
+def users_of(mutant: mutate.Mutant, known: contexts.Contexts) -> set[str]:
+    """Returns the tests that reach a line with a name that the mutant's statement assigns."""
+    pattern = names_of(mutant, known)
+    if pattern is None:
         return set()
-    pattern = re.compile(rf"\b({'|'.join(targets)})\b")
     tests = set()
     for file in known.reached:
         lines = (known.root / file).read_text().splitlines()
