@@ -9,9 +9,9 @@ is measured at that commit to its end: results/seed_N.jsonl has the commit in it
 tests of later commits never raise the score of a seed.
 
 Each mutant meets the tests that reach its lines (`contexts.py`: measured once, in build/blind;
-remove that folder to measure again), the cheapest first, until one fails. For a constant of a
-module or a field of a class these are the lines that name it, and test files that name it too come
-first. If fewer than three tests reach the lines, those that reach the function follow, then those
+remove that folder to measure again), those of its own test file and then the cheapest first, until
+one fails. For a constant of a module or a field of a class these are the lines that name it, and
+test files that name it too come first. If fewer than three tests reach the lines, those that reach the function follow, then those
 that reach the file. A failed assertion, a crash and a hang are finds, if the test passes alone
 without the mutant. Survivors then meet the slow tests of their module, and those in the maths of a
 step `verify --quick`.
@@ -105,18 +105,20 @@ def choose(mutant: mutate.Mutant, known: contexts.Contexts) -> tuple[list[contex
         all_lines = known.reached.get(mutant.file, {})
         names, reach = known.of_lines(mutant.file, all_lines), "file"
 
-    # Files that name what the mutant's statement assigns first, then those of its own folder, then
-    # the cheapest.
+    # The test file of the module first, files that name what the mutant's statement assigns, those of
+    # the module's folder, then the cheapest.
     named = names_of(mutant, known) if not last else None
     by_file = collections.defaultdict(list)
     for name in names:
         by_file[name.partition("::")[0]].append(known.tests[name])
     own_folder = str(Path(mutant.file).parent).replace("meshtrain", "tests", 1)
+    own_file = f"{own_folder}/test_{Path(mutant.file).stem}.py"
 
-    def rank(file: str) -> tuple[bool, bool, float]:
+    def rank(file: str) -> tuple[bool, bool, bool, float]:
         seconds = sum(test.seconds for test in by_file[file])
         is_named = bool(named and named.search((known.root / file).read_text()))
-        return not is_named, str(Path(file).parent) != own_folder, seconds
+        is_own = str(Path(file).parent) == own_folder
+        return file != own_file, not is_named, not is_own, seconds
 
     chosen, seconds = [], 0.0
     for file in sorted(by_file, key=rank):
@@ -166,7 +168,8 @@ class Worker:
         # As tests/conftest.py sets it, before jax is loaded.
         environ = contexts.environ_of(root) | {"JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        command = [sys.executable, "-m", "tests.blind.worker"]
+        # This file, whatever commit is in the copy; -P: its folder is not searched for modules.
+        command = [sys.executable, "-P", str(FOLDER / "worker.py")]
         self.process = subprocess.Popen(command, cwd=root, env=environ, **pipes)
         self.passes_alone: dict[str, bool] = {}  # without a mutant, by test
 
