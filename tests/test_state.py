@@ -1,7 +1,8 @@
-"""Names of the dims of parameters: what is missing is reported before anything is compiled."""
+"""What the parameters of a model may be, and which names their dims need."""
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +11,21 @@ from meshtrain.errors import ConfigError
 from meshtrain.parallel import mesh
 
 PARAMS = {"a": {"kernel": jnp.zeros((4, 6))}, "b": jnp.zeros(3)}
+
+
+def test_a_model_may_have_python_numbers():
+    class Model:
+        def init(self, key):
+            return {"a": 0.5, "b": jnp.ones(2), "count": 3}
+
+    params = jax.jit(state.params_initializer(Model(), param_dtype="bfloat16"))(jax.random.key(0))
+    assert {name: leaf.dtype.name for name, leaf in params.items()} == {
+        "a": "bfloat16",
+        "b": "bfloat16",
+        "count": "int32",
+    }
+    eager = state.params_initializer(Model(), param_dtype="float32")(jax.random.key(0))
+    assert eager["a"].dtype == jnp.float32 and eager["a"] == 0.5
 
 
 def check(axes, **sizes):

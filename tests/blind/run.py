@@ -11,10 +11,10 @@ tests of later commits never raise the score of a seed.
 Each mutant meets the tests that reach its lines (`contexts.py`: measured once, in build/blind;
 remove that folder to measure again), those of its own test file and then the cheapest first, until
 one fails. For a constant of a module or a field of a class these are the lines that name it, and
-test files that name it too come first. If fewer than three tests reach the lines, those that reach the function follow, then those
-that reach the file. A failed assertion, a crash and a hang are finds, if the test passes alone
-without the mutant. Survivors then meet the slow tests of their module, and those in the maths of a
-step `verify --quick`.
+test files that name it too come first. If fewer than three tests reach the lines, those that reach
+the function follow, then those that reach the file. A failed assertion, a crash and a hang are
+finds, if the test passes alone without the mutant. Survivors then meet the slow tests of their
+module, and those in the maths of a step `verify --quick`.
 
 What still survives is classified by hand in survivors.toml: "equivalent", with the reason, or
 "hole", with the test that was missing. The score is the share of found mutants among those that are
@@ -105,8 +105,8 @@ def choose(mutant: mutate.Mutant, known: contexts.Contexts) -> tuple[list[contex
         all_lines = known.reached.get(mutant.file, {})
         names, reach = known.of_lines(mutant.file, all_lines), "file"
 
-    # The test file of the module first, files that name what the mutant's statement assigns, those of
-    # the module's folder, then the cheapest.
+    # The test file of the module, those that name what the mutant's statement assigns, those of the
+    # module's folder, then the cheapest.
     named = names_of(mutant, known) if not last else None
     by_file = collections.defaultdict(list)
     for name in names:

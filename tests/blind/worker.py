@@ -1,9 +1,9 @@
 """Runs chosen tests on a copy of the repository, in forks of a process that has loaded jax.
 
 `python -P worker.py`, with the copy as its folder, answers each line of its input, a request in
-JSON, with a line of output, also JSON. Nothing of the package is loaded before the fork, and no backend of jax
-is initialised (it would have threads, which a fork loses): so each request sees the sources as they
-are now. The processes that a test starts read the same sources.
+JSON, with a line of output, also JSON. Nothing of the package is loaded before the fork, and no
+backend of jax is initialised (it would have threads, which a fork loses): so each request sees the
+sources as they are now. The processes that a test starts read the same sources.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ import pytest
 
 from meshtrain import ConfigError
 from meshtrain.data import synthetic
-from meshtrain.models import transformer
+from meshtrain.models import transformer, transformer_config
 from meshtrain.tools.verify.laws import model as model_laws
 from tests.lib.configs import tiny_config
 from tests.lib.families import FAMILIES
@@ -82,6 +82,19 @@ def test_an_invalid_model_section_is_rejected_naming_its_keys(changes, messages)
     with pytest.raises(ConfigError) as error:
         transformer.build(**section(**changes))
     assert [text for text in messages if text not in str(error.value)] == []
+
+
+def test_keys_that_matter_in_training_alone_do_not_decide_the_logits():
+    sparse = section(num_experts=4, experts_per_token=2, d_expert=8, qk_norm=True)
+    without = {"balance", "balance_weight", "router_z_loss", "dropout", "z_loss"}
+    without |= {"attention_impl", "loss_chunk_mib"}
+    assert {*sparse} - {*transformer_config.effective(sparse)} == without
+    dense = {
+        *section(),
+    } - {*transformer_config.effective(section())}
+    switched_off = {"experts_per_token", "d_expert", "num_shared_experts", "router"}
+    switched_off |= {"router_scale", "expert_groups", "capacity_factor", "qk_norm_heads"}
+    assert dense == without | switched_off
 
 
 def test_flops_of_local_layers_count_only_their_window():

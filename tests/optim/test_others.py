@@ -369,6 +369,11 @@ def test_averages_have_the_dtypes_and_shardings_of_the_parameters():
         np.testing.assert_allclose(np.float64(x[name]), expected, rtol=rtol)
 
 
+def test_averages_of_arrays_on_the_host_are_computed_too():
+    y, z = {"a": np.float32([1, 2])}, {"a": np.float32([3, 4])}
+    np.testing.assert_allclose(averages(y, z, np.float32(0.5))["a"], [-1, 0])
+
+
 def two_averages(learning_rate):
     """Returns two schedule-free optimizers, each of a part of the parameters, and plain SGD."""
 
