@@ -141,7 +141,6 @@ def test_an_expert_accepts_the_same_tokens_if_the_mesh_has_a_context():
     assert sampled_rows(*build_program(CAPPED, context=2), prompts) == alone
 
 
-@pytest.mark.slow
 def test_a_long_row_does_not_shorten_the_context_of_others():
     program, params = build_program({})
     prompts = [list(range(50)), [7, 1, 5], list(range(30, 10, -1))]
