@@ -20,6 +20,7 @@ _MODULES = {
     "from_blocks": "models.from_modules",
     "from_linen": "models.from_modules",
     "from_nnx": "models.base",
+    "initialize": "cluster.runtime",
     "launch": "supervise.launch",
     "load_config": "config.load",
     "verify_loss": "tools.verify.loss",

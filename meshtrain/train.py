@@ -17,6 +17,7 @@ from meshtrain.config.parse import on_devices, parse
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import peek
 from meshtrain.data.source import Batch, Source
+from meshtrain.errors import EXIT_PREEMPTED
 from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import summary
 from meshtrain.monitor.writer import finite
@@ -31,6 +32,11 @@ class Result(NamedTuple):
     eval_loss: float | None
     # By Ctrl-C, SIGTERM or SIGHUP. The state was saved, unless a spike was still to be rolled back.
     interrupted: bool
+
+    @property
+    def exit_code(self) -> int:
+        """Returns the exit code for a script: 0, or EXIT_PREEMPTED after an interrupt."""
+        return EXIT_PREEMPTED if self.interrupted else 0
 
     def __repr__(self) -> str:
         """Returns a line: the arrays of the state would fill pages."""
@@ -65,8 +71,7 @@ def train(
         stop = stack.enter_context(signals.stop_event())
         clock = stack.enter_context(contextlib.closing(progress.Clock()))
         distributed.reset_stop_requests()
-        runtime.setup()
-        runtime.check_joined()
+        runtime.initialize()
         with distributed.raise_on_all_processes():
             check_model(model)
             cfg, data = _resolve(config, model, data)

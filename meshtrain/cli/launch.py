@@ -2,10 +2,13 @@
 
   meshtrain launch --nproc=2 --max_restarts=3 -- --config=configs/quickstart.py --workdir=runs/two
 
-After -- come the arguments of `meshtrain train`, or another verb and its arguments. On several
-hosts, run the same command on each one; the rank of a host is read from SLURM, Open MPI, torchrun
-or JAX_* variables, or from --nnodes, --node_rank and --coordinator. With --hosts=a,b,c the command
-starts itself on these hosts with ssh. Several hosts need the same MESHTRAIN_SECRET in their
+  meshtrain launch --nproc=2 -- python my_train.py --my_flag=1
+
+After -- come the arguments of `meshtrain train`, or another verb and its arguments, or a script of
+your own, whose processes find each other in `meshtrain.initialize()` or `meshtrain.train()`. On
+several hosts, run the same command on each one; the rank of a host is read from SLURM, Open MPI,
+torchrun or JAX_* variables, or from --nnodes, --node_rank and --coordinator. With --hosts=a,b,c the
+command starts itself on these hosts with ssh. Several hosts need the same MESHTRAIN_SECRET in their
 environment, such as one output of `openssl rand -hex 32`; --hosts and launch/slurm.sbatch make one.
 After a restart the run resumes from its newest valid checkpoint. The exit code is the run's; 18 if
 it hung too often.

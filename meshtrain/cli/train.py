@@ -14,7 +14,7 @@ from typing import Any
 from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import Config
-from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, EXIT_PREEMPTED, ConfigError
+from meshtrain.errors import EXIT_FAILED, EXIT_NOT_FINITE, ConfigError
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     except CorruptState as error:
         console.say(str(error), stream="stderr")
         return EXIT_FAILED
-    return EXIT_PREEMPTED if result.interrupted else 0
+    return result.exit_code
 
 
 VERB = Verb(

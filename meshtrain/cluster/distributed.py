@@ -96,6 +96,11 @@ def _check_gpus(process: launchers.ProcessInfo) -> None:
         )
 
 
+def is_joined() -> bool:
+    """Returns whether jax.distributed is initialized, by this package or by others."""
+    return jax_distributed.global_state.client is not None
+
+
 def num_processes() -> int:
     """Returns the number of joined processes, without starting a backend."""
     return jax_distributed.global_state.num_processes

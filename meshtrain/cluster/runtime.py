@@ -3,24 +3,33 @@
 import argparse
 import ctypes
 import errno
+import faulthandler
 import functools
 import hashlib
 import logging
 import os
 import shutil
+import signal
 import stat
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import xla_bridge  # whether a backend has started has no public name
 from jax.experimental.compilation_cache import compilation_cache
 
 from meshtrain import console
-from meshtrain.cluster import distributed, environment, launchers
-from meshtrain.errors import ConfigError, install_command
+from meshtrain.cluster import distributed, environment, launchers, limits, progress
+from meshtrain.errors import (
+    EXIT_FAILED,
+    EXIT_USER,
+    ConfigError,
+    TransientError,
+    install_command,
+)
 
 
 def start(args: argparse.Namespace) -> None:
@@ -29,33 +38,90 @@ def start(args: argparse.Namespace) -> None:
     `args` has the flags of `environment.add_flags`. Call it before anything starts a backend.
     Raises ConfigError if the other processes cannot be joined.
     """
+    if args.simulate_devices is not None:
+        simulate(args.simulate_devices)
+    _join_and_setup((args.coordinator, args.num_processes, args.process_id), args.join_seconds)
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    simulate_devices: int | None = None,
+    join_seconds: float = environment.JOIN_SECONDS,
+) -> None:
+    """Joins the other processes of this run, if there are any, and sets up jax.
+
+    Call it first in a script of your own, before anything uses a device. The rank of this process
+    and the address of process 0 are read from the variables of `meshtrain launch`, torchrun, SLURM,
+    Open MPI, Kubernetes or jax, unless the arguments give them: `coordinator` is HOST:PORT of
+    process 0. Without any of them this process is the only one. If jax has joined the processes
+    already, as engines do, that is kept. May be called again.
+
+    `simulate_devices` is a number of CPU devices to simulate in this process; `join_seconds` is how
+    long to wait for the other processes. With several processes, an error that nothing catches ends
+    this one at once, after its traceback (for a ConfigError one line, and exit code 2).
+
+    Raises ConfigError if the description is wrong, a process is missing after `join_seconds`, or
+    jax has started its devices without the other processes.
+    """
+    flags = (coordinator, num_processes, process_id)
+    if not distributed.is_joined():
+        process = environment.process_info(os.environ, flags)
+        if process:
+            _end_at_once_if_failed()
+        if xla_bridge.backends_are_initialized() and (process or simulate_devices is not None):
+            what = f"simulate_devices={simulate_devices}"
+            if process:
+                what = f"{process.names[1]}={process.num_processes}"
+            raise ConfigError(
+                f"{what}: jax has started the devices of this process alone; call "
+                f"meshtrain.initialize() first in the script, before anything uses a device"
+            )
+        if simulate_devices is not None:
+            limits.check_devices(simulate_devices, os.environ, force=False)
+            simulate(simulate_devices)
+        if process:
+            _join_and_setup(flags, join_seconds)
+            return
+    setup()
+
+
+def _join_and_setup(flags: Sequence[Any], join_seconds: float) -> None:
+    """Joins the processes that flags or variables describe, if any, and sets up jax."""
     logging.getLogger("absl").setLevel(logging.WARNING)
     # Orbax logs a traceback of each failed save here; `checkpoint.saver` logs one line.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    if args.simulate_devices is not None:
-        simulate(args.simulate_devices)
-    distributed.initialize(
-        args.coordinator, args.num_processes, args.process_id, join_seconds=args.join_seconds
-    )
+    distributed.initialize(*flags, join_seconds=join_seconds)
     line = launchers.batch_script_line(os.environ)
     if line:
         print(line, file=sys.stderr)
     setup()
-    _log_unused_adapters(args)
+    _log_unused_adapters(flags)
 
 
-def check_joined() -> None:
-    """Raises ConfigError if a launcher has started several processes and this one is alone."""
-    if jax.process_count() > 1:
-        return
-    process = environment.process_info(os.environ)
-    if process:
-        raise ConfigError(
-            f"{process.names[1]}={process.num_processes}: this process has not joined the others "
-            f"and "
-            f"would train alone; start it with `meshtrain train`, or call "
-            f"jax.distributed.initialize() before meshtrain.train"
-        )
+def _end_at_once_if_failed() -> None:
+    """Makes an error that nothing catches end this process, without waiting for the others.
+
+    At a normal exit jax waits for them, and they may be waiting for this one.
+    """
+    # On SIGUSR1, print the stacks of all threads, even in a stuck process: the supervisor sends it.
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    print_error = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, ConfigError):
+            console.say(*map(console.line_of, error.faults), stream="stderr")
+            may_pass = isinstance(error, TransientError) and progress.VARIABLE in os.environ
+            code = EXIT_FAILED if may_pass else EXIT_USER
+            distributed.exit_failed_process(code, wait_for_others=True)
+            sys.stderr.flush()
+            os._exit(code)  # it has not joined the others
+        print_error(kind, error, trace)
+        distributed.exit_failed_process(EXIT_FAILED, wait_for_others=False)
+
+    sys.excepthook = end
 
 
 def simulate(num_devices: int) -> None:
@@ -225,12 +291,11 @@ AMAZON_VENDOR = "0x1d0f"  # the PCI vendor in sysfs
 EFA_PLUGIN = "libnccl-net{}.so"  # of aws-ofi-nccl; NCCL loads it by this name
 
 
-def _log_unused_adapters(args: argparse.Namespace) -> None:
+def _log_unused_adapters(flags: Sequence[Any]) -> None:
     """Logs if GPUs of several hosts communicate without the EFA adapters of this host.
 
     The first process of each host does.
     """
-    flags = (args.coordinator, args.num_processes, args.process_id)
     process = environment.process_info(os.environ, flags)
     if not process or process.local_id or process.on_one_host or jax.default_backend() != "gpu":
         return

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,12 @@ CLUSTER = ("coordinator", "nnodes", "node_rank")  # flags in place of the launch
 
 
 def launch(arguments: Sequence[str], **settings: Any) -> int:
-    """Runs `meshtrain ARGUMENTS...` in several processes and returns the exit code.
+    """Runs `meshtrain ARGUMENTS...`, or a script, in several processes; returns the exit code.
 
-    `settings` are the fields of `Settings`. Raises ConfigError if one of them is invalid.
+    A script is SCRIPT.py with its arguments, after `python` or alone, or the path of any program,
+    such as ./run.sh. Its processes find each other when they call `meshtrain.initialize` or
+    `meshtrain.train`. `settings` are the fields of `Settings`. Raises ConfigError if one of them is
+    invalid.
     """
     arguments = list(arguments)
     process, settings = _place(settings)
@@ -41,17 +45,24 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
         raise ConfigError(
             "nothing to launch: give the arguments of a run after --, such as --config=FILE"
         )
-    is_training = arguments[0].startswith("-") or arguments[0] == "train"
+    program = _program(arguments)
+    # Of a program this is not known.
+    may_train = program or arguments[0].startswith("-") or arguments[0] == "train"
     flags = _flags(arguments)
+    if not program:
+        _check_no_ranks(flags)
     workdir = None
-    if is_training and flags.workdir:
+    if may_train and flags.workdir:
         if faults := checks.workdir_faults(flags.workdir):
             raise ConfigError(*faults)
         workdir = storage.open_workdir(flags.workdir)
-    if not is_training:
+    if not may_train:
         s = dataclasses.replace(s, grace=0.1)  # nothing to save
-    command = [sys.executable, "-m", "meshtrain", *arguments]
-    if s.simulate_devices:
+    command = program or [sys.executable, "-m", "meshtrain", *arguments]
+    environ = _environment()
+    if s.simulate_devices and program:
+        environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(s.simulate_devices)}
+    elif s.simulate_devices:
         if flags.simulate_devices:
             raise ConfigError(
                 f"--simulate_devices={s.simulate_devices} and, after --, "
@@ -60,13 +71,12 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
         command.append(f"--simulate_devices={s.simulate_devices}")
         if s.force:
             command.append("--force")
-    if s.min_nproc and is_training:
+    if s.min_nproc and may_train and not program:
         command.append("--elastic")
 
     # The logs of the processes are in the workdir, before one of them has checked it.
     folders = Folders(workdir.folder if workdir else None)
     logs = folders.make()
-    environ = _environment()
     if workdir:
         environ |= workdir.variables()
         if s.node_rank == 0:
@@ -118,19 +128,43 @@ def _place(
     return None, others
 
 
+def _program(arguments: Sequence[str]) -> list[str] | None:
+    """Returns the command of a script or program; None for a verb of meshtrain and its flags.
+
+    `python` is the one that runs this, whatever is first on PATH: it has the packages.
+    """
+    first, *others = arguments
+    if first.endswith(".py"):
+        first, others = "python", list(arguments)
+    if re.fullmatch(r"python(3(\.\d+)?)?", first):
+        script = next((one for one in others if not one.startswith("-")), "")
+        if script.endswith(".py") and not Path(script).is_file():
+            raise ConfigError(f"{script}: no such file; after -- comes a script, or a verb")
+        return [sys.executable, *others]
+    if "/" in first and not first.startswith("-"):
+        if not shutil.which(first):
+            raise ConfigError(
+                f"{first}: is not a program; make it executable, or give python {first}"
+            )
+        return list(arguments)
+    return None
+
+
 def _flags(arguments: list[str]) -> argparse.Namespace:
     """Returns the flags of a run that matter to the supervisor."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--workdir", "--simulate_devices", *launchers.FLAGS):
         parser.add_argument(name, nargs="?", default="")
-    flags, _ = parser.parse_known_args(arguments)
+    return parser.parse_known_args(arguments)[0]
+
+
+def _check_no_ranks(flags: argparse.Namespace) -> None:
     for name in launchers.FLAGS:
         if value := getattr(flags, name.removeprefix("--")):
             raise ConfigError(
                 f"{name}={value}: launch sets it for each process; give --nproc, "
                 f"or on several hosts --nnodes, --node_rank and --coordinator, before --"
             )
-    return flags
 
 
 def _environment() -> dict[str, str]:
