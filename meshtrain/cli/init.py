@@ -4,6 +4,7 @@
   bash my_project/train.sh
 
 The config trains a small model on the source of Python's standard library, in minutes on a laptop.
+`train.py` is a script with a model and data of your own, for one process or several.
 """
 
 import argparse
@@ -42,6 +43,84 @@ cd -- "$(dirname -- "${{BASH_SOURCE[0]}}")"
 exec "${{PYTHON:-{python}}}" -m meshtrain launch -- train \\
     --config=config.yaml --workdir="${{WORKDIR:-runs/first}}" "$@"
 """
+OWN = """\
+\"\"\"Trains a model of one's own on data of one's own; replace both.
+
+  python train.py --workdir=runs/own
+  meshtrain launch --nproc=2 -- python train.py --workdir=runs/own
+
+Run again, both resume from the newest checkpoint. Several hosts: meshtrain launch --help.
+\"\"\"
+
+import argparse
+import sys
+
+import meshtrain
+import numpy as np
+import optax
+from flax import nnx
+from meshtrain.train import train
+
+NUM_FEATURES, NUM_CLASSES = 64, 10
+
+
+class MLP(nnx.Module):
+    def __init__(self, width, rngs):
+        # The names of dims say how `config.rules` shard a parameter; one without is replicated.
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        self.hidden = nnx.Linear(NUM_FEATURES, width, kernel_init=init, rngs=rngs)
+        self.out = nnx.Linear(width, NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+def loss(model, batch):
+    logits = model(batch["image"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    correct = logits.argmax(-1) == batch["label"]
+    # Sums over the rows; the trainer divides once, by the weight of the global batch.
+    return meshtrain.weighted(losses, correct=correct.astype(losses.dtype))
+
+
+def global_batches(seed, num_batches, num_rows):
+    # The same in every process, which takes its part of the rows.
+    teacher = np.random.default_rng(0).normal(size=(NUM_FEATURES, NUM_CLASSES))
+    random = np.random.default_rng(seed)
+    for _ in range(num_batches):
+        image = random.normal(size=(num_rows, NUM_FEATURES)).astype(np.float32)
+        yield {{"image": image, "label": (image @ teacher).argmax(-1).astype(np.int32)}}
+
+
+def main():
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--workdir", help="folder of the run; without it nothing is saved")
+    flags.add_argument("--steps", type=int, default=200)
+    flags.add_argument("--width", type=int, default=128)
+    args = flags.parse_args()
+
+    meshtrain.initialize()  # joins the other processes; before anything uses a device
+    settings = {{
+        "train.steps": args.steps,
+        "train.global_batch": 128,
+        "train.log_every": 50,
+        "optim.learning_rate": 1e-2,
+        "optim.warmup_steps": 10,
+        "mesh.data": -1,  # all devices; mesh.fsdp, mesh.tensor, ... divide them otherwise
+        "eval.batches": 2,
+    }}
+    overrides = [f"--config.{{key}}={{value}}" for key, value in settings.items()]
+    config = meshtrain.load_config("default", overrides)
+    model = meshtrain.from_nnx(lambda rngs: MLP(args.width, rngs), loss)
+    data = list(global_batches(1, num_batches=20, num_rows=128))
+    held_out = list(global_batches(2, num_batches=2, num_rows=128))
+    result = train(config, workdir=args.workdir, model=model, data=data, eval_data=held_out)
+    return result.exit_code  # not 0 if it was stopped, so that a launcher knows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
 README = """\
 # {name}
 
@@ -50,11 +129,14 @@ bash train.sh                           # trains; again: resumes, or says that t
 WORKDIR=runs/second bash train.sh --config.optim.learning_rate=1e-3
 meshtrain generate --workdir=runs/first --prompt="def " --length=200
 meshtrain verify --config=config.yaml --simulate_devices=8 --quick
+python train.py --workdir=runs/own      # a model and data of your own: replace those in the file
+meshtrain launch --nproc=2 -- python train.py --workdir=runs/own
 ```
 
-The last two need meshtrain's environment to be active. `config.yaml` has the settings, `runs/` the
-runs. `verify` compares training on 8 simulated devices with one device. On a machine with several
-GPUs `train.sh` uses them all, each with a part of the batch; `meshtrain plan` ranks other layouts.
+All but the first two need meshtrain's environment to be active. `config.yaml` has the settings,
+`runs/` the runs. `verify` compares training on 8 simulated devices with one device. On a machine
+with several GPUs the runs use them all, each with a part of the batch; `meshtrain plan` ranks other
+layouts.
 """
 
 
@@ -67,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
     folder = args.folder
     texts = {
         "config.yaml": CONFIG,
+        "train.py": OWN.format(),
         "train.sh": SCRIPT.format(python=sys.executable),
         "README.md": README.format(name=folder.resolve().name),
         ".gitignore": "/runs/\n",
@@ -86,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 VERB = Verb(
-    summary="write a folder with a config and a script to start from",
+    summary="write a folder with a config and scripts to start from",
     help=__doc__,
     add_flags=add_flags,
     run=run,

@@ -134,6 +134,8 @@ def _program(arguments: Sequence[str]) -> list[str] | None:
     `python` is the one that runs this, whatever is first on PATH: it has the packages.
     """
     first, *others = arguments
+    if first.startswith("-"):
+        return None
     if first.endswith(".py"):
         first, others = "python", list(arguments)
     if re.fullmatch(r"python(3(\.\d+)?)?", first):
@@ -141,7 +143,7 @@ def _program(arguments: Sequence[str]) -> list[str] | None:
         if script.endswith(".py") and not Path(script).is_file():
             raise ConfigError(f"{script}: no such file; after -- comes a script, or a verb")
         return [sys.executable, *others]
-    if "/" in first and not first.startswith("-"):
+    if "/" in first:
         if not shutil.which(first):
             raise ConfigError(
                 f"{first}: is not a program; make it executable, or give python {first}"

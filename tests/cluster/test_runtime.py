@@ -139,7 +139,7 @@ def test_a_process_of_several_that_has_joined_none_does_not_train_alone(tiny, mo
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1234")
-    with pytest.raises(ConfigError, match="^WORLD_SIZE=2: this process has not joined"):
+    with pytest.raises(ConfigError, match="^WORLD_SIZE=2: jax has started the devices of this"):
         train(tiny)
 
 

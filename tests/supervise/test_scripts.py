@@ -1,0 +1,189 @@
+"""Scripts of one's own in several processes: under launch, and under torchrun's variables."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from meshtrain.cli import app
+from meshtrain.errors import ConfigError
+from meshtrain.supervise import launch as launch_module
+from tests.lib.paths import ROOT
+from tests.lib.processes import free_port
+from tests.lib.rows import losses
+
+# ---- what is a script ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["python", "a.py", "--x=1"], [sys.executable, "a.py", "--x=1"]),
+        (["python3.12", "-u", "a.py"], [sys.executable, "-u", "a.py"]),
+        (["python", "-m", "a.b"], [sys.executable, "-m", "a.b"]),
+        (["a.py", "--x=1"], [sys.executable, "a.py", "--x=1"]),
+        (["./run.sh", "a.py"], ["./run.sh", "a.py"]),
+        (["--config=a.py"], None),
+        (["--config=./a.py"], None),
+        (["info"], None),  # also a program of Unix
+        (["train", "python"], None),
+    ],
+)
+def test_what_is_not_a_verb_is_python_or_a_path(arguments, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
+    (tmp_path / "run.sh").touch(mode=0o755)
+    assert launch_module._program(arguments) == command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["python", "b.py"], "b.py: no such file"),
+        (["b.py"], "b.py: no such file"),
+        (["./a.txt"], "./a.txt: is not a program; make it executable"),
+    ],
+    ids=str,
+)
+def test_a_script_that_cannot_be_run_is_one_line(arguments, fault, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ConfigError, match=f"^{fault}"):
+        launch_module.launch(arguments)
+
+
+def test_a_script_gets_devices_by_variables_and_keeps_its_flags(tmp_path, monkeypatch):
+    found = {}
+
+    class Supervisor:
+        def __init__(self, settings, *, workdir, secret):
+            found.update(grace=settings.grace, workdir=workdir)
+
+        def run(self, command, *, environ, **options):
+            found.update(command=command, environ=environ)
+            return 0
+
+    monkeypatch.setattr(launch_module, "Supervisor", Supervisor)
+    script = tmp_path / "a.py"
+    script.touch()
+    flags = ["--num_processes=3", f"--workdir={tmp_path / 'run'}"]
+    assert launch_module.launch([str(script), *flags], nproc=2, simulate_devices=4, grace=7.0) == 0
+    assert found["command"] == [sys.executable, str(script), *flags]
+    assert found["environ"]["JAX_PLATFORMS"] == "cpu"
+    assert found["environ"]["JAX_NUM_CPU_DEVICES"] == "4"
+    assert found["grace"] == 7.0 and found["workdir"] == tmp_path / "run"
+
+
+# ---- what its processes do ----
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """Returns the script that `meshtrain init` writes."""
+    folder = tmp_path_factory.mktemp("init") / "project"
+    assert app.main("init", [str(folder)]) == 0
+    return folder / "train.py"
+
+
+def environ(**variables):
+    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        **variables,
+    }
+
+
+def run(command, **variables):
+    """Returns the exit code and the output of a command."""
+    done = subprocess.run(
+        command,
+        env=environ(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout
+
+
+LAUNCH = [sys.executable, "-m", "meshtrain", "launch", "--nproc=2", "--simulate_devices=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_script_of_init_has_the_same_losses_in_one_process_and_in_two(script, tmp_path):
+    one, two, under_torchrun = (tmp_path / name for name in ("one", "two", "torchrun"))
+    assert run([sys.executable, script, f"--workdir={one}", "--steps=6"])[0] == 0
+    code, output = run([*LAUNCH, "--", script, f"--workdir={two}", "--steps=6"])
+    assert code == 0, output
+    assert "data 4" in output and (two / "logs/rank-1.log").exists()
+
+    variables = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, f"--workdir={under_torchrun}", "--steps=6"],
+            env=environ(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", **variables),
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(300) for process in processes] == [0, 0]
+
+    expected = list(losses(one).values())
+    for workdir in (two, under_torchrun):
+        np.testing.assert_allclose(list(losses(workdir).values()), expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_script_that_crashes_once_is_restarted_and_resumes(script, tmp_path):
+    """Process 1 fails; process 0, which waits for it in a collective, is ended too."""
+    faulty = tmp_path / "faulty.py"
+    text = script.read_text()
+    hook = """
+def crash_once(row):
+    if row.get("step") == 4 and not pathlib.Path(FLAG).exists():
+        pathlib.Path(FLAG).touch()
+        raise RuntimeError("planted")
+
+"""
+    text = text.replace(
+        "def main():", f"import pathlib\nFLAG = {str(tmp_path / 'flag')!r}\n{hook}\ndef main():"
+    )
+    text = text.replace("eval_data=held_out)", "eval_data=held_out, on_metrics=crash_once)")
+    text = text.replace('"train.log_every": 50', '"train.log_every": 1, "checkpoint.every": 2')
+    faulty.write_text(text)
+    workdir = tmp_path / "run"
+    code, output = run([*LAUNCH, "--", faulty, f"--workdir={workdir}", "--steps=8"])
+    assert code == 0, output
+    assert "RuntimeError: planted" in output and "restored step 4" in output
+    events = [json.loads(line) for line in (workdir / "events.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in events].count("restart") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (
+            ("    meshtrain.initialize()", "    import jax\n    jax.devices()\n    #"),
+            "JAX_NUM_PROCESSES=2: jax has started the devices of this process alone",
+        ),
+        (('"mesh.data": -1', '"mesh.data": 3'), "train.global_batch=128 is not divisible by mesh.data=3"),
+    ],
+    ids=["devices first", "config"],
+)
+def test_a_mistake_in_a_script_is_one_line_and_is_not_restarted(change, fault, script, tmp_path):
+    faulty = tmp_path / "faulty.py"
+    text = script.read_text()
+    assert change[0] in text
+    faulty.write_text(text.replace(*change))
+    code, output = run([*LAUNCH, "--", faulty, "--steps=2"])
+    assert code == 2, output
+    assert fault in output and "Traceback" not in output
