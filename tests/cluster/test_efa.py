@@ -3,7 +3,6 @@
 The hosts are folders that look like the root of one.
 """
 
-import argparse
 
 import jax
 import pytest
@@ -91,8 +90,7 @@ def test_each_host_of_a_run_on_gpus_logs_it(address, rank, backend, is_logged, m
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(runtime, "efa_fault", lambda environ: "no plugin")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    args = argparse.Namespace(coordinator=address, num_processes=address and 2, process_id=rank)
-    runtime._log_unused_adapters(args)
+    runtime._log_unused_adapters((address, address and 2, rank))
     assert capsys.readouterr().err == "no plugin\n" * is_logged
 
 
@@ -102,6 +100,5 @@ def test_only_the_first_process_of_a_host_logs_it(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for local_id in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(local_id))
-        flags = dict(coordinator="head:1", num_processes=4, process_id=2 + local_id)
-        runtime._log_unused_adapters(argparse.Namespace(**flags))
+        runtime._log_unused_adapters(("head:1", 4, 2 + local_id))
     assert capsys.readouterr().err == "no plugin\n"
