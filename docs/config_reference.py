@@ -2,23 +2,19 @@
 
   python docs/config_reference.py > docs/reference/config.md
 
-Types and defaults come from get_config(), meanings from the comments. A comment stands on the line
-of its key and may continue on comment lines below it; a key without one there has its comment on
-the lines above.
+Types and defaults come from get_config(), meanings from the comments.
 """
 
 import ast
-import io
 import sys
-import tokenize
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from meshtrain.config import describe
 from meshtrain.configs import default
 
-SOURCE = Path(__file__).resolve().parent.parent / "configs" / "default.py"
 HEAD = """\
 # Config keys
 
@@ -32,73 +28,10 @@ A value that follows another key takes that key's value unless it is set itself.
 """
 
 
-class Entry(NamedTuple):
-    """A section or a key: `train` or `train.steps`."""
-
-    name: str
-    node: ast.Assign
-    comment: str
-
-
-def entries(text: str) -> list[Entry]:
-    """Returns the sections and keys that get_config() assigns, in order, with their comments."""
-    (function,) = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    sections: dict[str, str] = {}  # variable -> section
-    found = []
-    for node in function.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if not isinstance(target, ast.Attribute):
-            continue
-        if len(node.targets) == 2:  # config.train = train = Section()
-            sections[node.targets[1].id] = target.attr
-        section = sections.get(target.value.id)
-        found.append((f"{section}.{target.attr}" if section else target.attr, node))
-    comments = _comments([node for _, node in found], text)
-    return [
-        Entry(name, node, comment) for (name, node), comment in zip(found, comments, strict=True)
-    ]
-
-
-def _comments(nodes: list[ast.Assign], text: str) -> list[str]:
-    lines = text.splitlines()
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    marks = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-
-    def alone(number: int) -> bool:
-        return number in marks and lines[number - 1].lstrip().startswith("#")
-
-    def run(number: int, step: int) -> list[str]:
-        """Returns the comment lines that follow each other from a line on, from top to bottom."""
-        taken = []
-        while alone(number):
-            taken.append(marks[number])
-            number += step
-        return taken[::step]
-
-    def own(node: ast.Assign) -> list[str]:
-        if isinstance(node.value, ast.Tuple) and node.end_lineno > node.lineno:
-            return []  # comments inside a long value belong to its items
-        numbers = range(node.lineno, node.end_lineno + 1)
-        return [marks[number] for number in numbers if number in marks]
-
-    found = []
-    for i, node in enumerate(nodes):
-        comment = own(node)
-        if not comment:
-            comment = run(node.lineno - 1, -1)
-        else:
-            below = run(node.end_lineno + 1, +1)
-            after = node.end_lineno + len(below) + 1
-            is_next = i + 1 < len(nodes) and nodes[i + 1].lineno == after
-            comment += [] if is_next and not own(nodes[i + 1]) else below
-        found.append(" ".join(comment))
-    return found
-
-
 def page() -> str:
-    text, values = SOURCE.read_text(encoding="utf-8"), default.get_config().to_dict()
+    text, values = describe.source(), default.get_config().to_dict()
     parts, table = [HEAD], False
-    for name, node, comment in entries(text):
+    for name, node, comment in describe.entries(text):
         section, _, key = name.partition(".")
         if key:
             value = values[section][key]

@@ -1,4 +1,4 @@
-"""The command `meshtrain VERB ...`; without a verb it trains."""
+"""The command `meshtrain VERB ...`; flags without a verb are those of train."""
 
 import sys
 

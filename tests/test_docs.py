@@ -29,6 +29,7 @@ import meshtrain
 from meshtrain import errors
 from meshtrain.cli import verbs
 from meshtrain.cluster import distributed, environment
+from meshtrain.config import describe
 from meshtrain.configs import default
 from meshtrain.monitor import divergence
 from tests.lib.paths import ROOT
@@ -383,15 +384,15 @@ def test_the_page_of_config_keys_is_what_the_generator_prints(generator):
     assert generator.page() == PAGES["docs/reference/config.md"].read_text(), remedy
 
 
-def test_every_config_key_has_a_row_with_its_meaning(generator):
-    listed = {name: comment for name, _, comment in generator.entries(generator.SOURCE.read_text())}
+def test_every_config_key_has_a_row_with_its_meaning():
+    listed = {name: comment for name, _, comment in describe.entries(describe.source())}
     config = default.get_config().to_dict()
     keys = {f"{name}.{key}" for name in config if name != "rules" for key in config[name]}
     assert keys | {*config} == {*listed}
     assert [key for key in keys if not listed[key]] == []
 
 
-def test_a_comment_stands_above_its_key_or_on_its_line(generator):
+def test_a_comment_stands_above_its_key_or_on_its_line():
     text = """
 def get_config():
     config = ConfigDict()
@@ -413,7 +414,7 @@ def get_config():
     b.six = a.get_oneway_ref("one")  # last
     return config
 """
-    assert [(name, comment) for name, _, comment in generator.entries(text)] == [
+    assert [(name, comment) for name, _, comment in describe.entries(text)] == [
         ("a", "above the section"),
         ("a.one", "on the line"),
         ("a.two", "on the line, and below"),

@@ -45,7 +45,7 @@ HELP = ("help", "--help", "-h")
 
 def command(arguments: list[str]) -> int:
     """Runs `meshtrain ARGUMENTS...` and returns the exit code."""
-    first, *rest = arguments or ["train"]
+    first, *rest = arguments or ["help"]
     if first == "help" and rest:
         first, rest = rest[0], ["--help"]
     if first in HELP:
@@ -64,7 +64,7 @@ def command(arguments: list[str]) -> int:
 
 def _overview() -> list[str]:
     return [
-        "usage: meshtrain VERB [FLAGS]; without a verb it trains",
+        "usage: meshtrain VERB [FLAGS]; flags without a verb are those of train",
         "",
         *(f"  {name:12}{verbs.load(name).summary}" for name in verbs.NAMES),
         "",
@@ -182,6 +182,8 @@ def _read_config(
             raise ConfigError(*faults, *config_faults)
         return cfg
 
+    if not verb.needs_devices:
+        return args, parse_for(None)
     cfg = None
     is_alone = _is_alone(args)
     if is_alone:

@@ -5,7 +5,7 @@
 Every key of configs/default.py can be set: --config.train.steps=1000 --config.mesh.fsdp=4 ...
 If the workdir has a checkpoint, the run resumes from it.
 
-`meshtrain help` lists the other verbs; without a verb, meshtrain trains.
+`meshtrain help` lists the other verbs; flags without a verb are those of train.
 """
 
 import argparse

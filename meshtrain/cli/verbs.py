@@ -11,6 +11,7 @@ NAMES = (
     "train",
     "launch",
     "init",
+    "config",
     "info",
     "prepare",
     "convert",
@@ -44,6 +45,7 @@ class Verb:
     # The verb sets the mesh and the batch itself, so that those of the config need not fit the
     # devices.
     ignores_mesh: bool = False
+    needs_devices: bool = True  # of those that read a config; without them jax is not loaded
     reads_data: bool = False  # the data must exist before jax is loaded
     # Checks the flags and changes the config, a ConfigDict, before it is checked and jax is loaded.
     prepare: Callable[[argparse.Namespace, Any], None] | None = None

@@ -12,6 +12,7 @@ the key decides, not that of YAML, for which `on` and `no` are booleans. A list 
 
 import ast
 import copy
+import decimal
 import importlib.util
 import os
 import re
@@ -323,7 +324,7 @@ def _with_tuples(value: Any) -> Any:
 def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
     """Returns a copy with the overrides applied."""
     values = flags.FlagValues()
-    arguments = ["meshtrain", *(_with_literal_list(config, override) for override in overrides)]
+    arguments = ["meshtrain", *(_with_literal(config, override) for override in overrides)]
     changed = copy.deepcopy(config)
     holder = config_flags.DEFINE_config_dict(
         "config", changed, flag_values=values, sys_argv=arguments
@@ -335,14 +336,17 @@ def _override(config: ConfigDict, overrides: list[str]) -> ConfigDict:
     return holder.value
 
 
-def _with_literal_list(config: ConfigDict, override: str) -> str:
-    """Returns an override of a list with its value as a Python literal: a,b -> ("a", "b").
+def _with_literal(config: ConfigDict, override: str) -> str:
+    """Returns an override with its value as a Python literal: a,b -> ("a", "b"), and 1e3 -> 1000.
 
-    Other overrides are returned as they are.
+    Other overrides than those of lists and whole numbers are returned as they are.
     """
     flag, separator, value = override.partition("=")
-    is_list = isinstance(_value(config, flag.removeprefix(FLAG)), tuple)
-    if not (separator and is_list) or re.search(r"""[][(){}'"]""", value):
+    current = _value(config, flag.removeprefix(FLAG))
+    if type(current) is int and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE]\+?\d{1,2}", value):
+        number = decimal.Decimal(value)
+        return f"{flag}={int(number)}" if number == int(number) else override
+    if not (separator and isinstance(current, tuple)) or re.search(r"""[][(){}'"]""", value):
         return override
     entries = [entry.strip() for entry in value.split(",") if entry.strip()]
     if any(re.search(r"\s", entry) for entry in entries):

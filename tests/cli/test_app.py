@@ -47,7 +47,12 @@ def run(*arguments):
         *(([verb, "--help"], 0, "") for verb in verbs.NAMES),
         (["schedule", "--schedule=1f1b", "--stages=2", "--microbatches=4"], 0, ""),
         (["launch", "--", "--config=configs/nope.py"], 2, "rank 0"),
-        ([], 2, "the following arguments are required: --config; see meshtrain train --help\n"),
+        ([], 0, ""),
+        (
+            ["train"],
+            2,
+            "the following arguments are required: --config; see meshtrain train --help",
+        ),
         (["trian"], 2, "trian: unknown verb; use one of train, launch"),
         ([QUICKSTART, "--config.train.stepz=3"], 2, 'did you mean "train.steps"?'),
         ([QUICKSTART, "--config.train.dtype=int8"], 2, "train.dtype='int8': use one of"),

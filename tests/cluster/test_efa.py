@@ -3,7 +3,6 @@
 The hosts are folders that look like the root of one.
 """
 
-
 import jax
 import pytest
 

@@ -175,7 +175,10 @@ def crash_once(row):
             ("    meshtrain.initialize()", "    import jax\n    jax.devices()\n    #"),
             "JAX_NUM_PROCESSES=2: jax has started the devices of this process alone",
         ),
-        (('"mesh.data": -1', '"mesh.data": 3'), "train.global_batch=128 is not divisible by mesh.data=3"),
+        (
+            ('"mesh.data": -1', '"mesh.data": 3'),
+            "train.global_batch=128 is not divisible by mesh.data=3",
+        ),
     ],
     ids=["devices first", "config"],
 )
