@@ -32,13 +32,13 @@ def entries(text: str) -> list[Entry]:
     sections: dict[str, str] = {}  # variable -> section
     found = []
     for node in function.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if not isinstance(target, ast.Attribute):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
             continue
+        owner, _, name = ast.unparse(node.targets[0]).rpartition(".")
         if len(node.targets) == 2:  # config.train = train = Section()
-            sections[node.targets[1].id] = target.attr
-        section = sections.get(target.value.id)
-        found.append((f"{section}.{target.attr}" if section else target.attr, node))
+            sections[ast.unparse(node.targets[1])] = name
+        section = sections.get(owner)
+        found.append((f"{section}.{name}" if section else name, node))
     comments = _comments([node for _, node in found], text)
     return [
         Entry(name, node, comment) for (name, node), comment in zip(found, comments, strict=True)
