@@ -278,10 +278,13 @@ CELLS = 20  # of a bar
 
 
 class Bar:
-    """The progress of a task, in the last line of a terminal; elsewhere it shows nothing."""
+    """The progress of a task, in the last line of a terminal; elsewhere it shows nothing.
+
+    Without a total, of which nothing is known but that it is not done, it has only text.
+    """
 
     def __init__(self, total: float, *, stream: str = "stderr"):
-        self._total = max(total, 1e-9)
+        self._total = total
         output = _outputs.get(stream)
         self._output = output if output and output.is_terminal else None
         self._next = 0.0
@@ -305,7 +308,8 @@ class Bar:
             self._next = time.monotonic() + DRAW_SECONDS
             columns = os.get_terminal_size(fd).columns or 80
             # The last column stays free: some terminals begin a new line after it.
-            text = _line(columns - 1, min(done / self._total, 1.0), tuple(map(line_of, parts)))
+            fraction = min(done / self._total, 1.0) if self._total > 0 else None
+            text = _line(columns - 1, fraction, tuple(map(line_of, parts)))
             _bar_line = text.encode(sys.stdout.encoding or "ascii", "replace")
             if not _in_line:
                 _write_all(fd, ERASE + _bar_line)
@@ -320,12 +324,14 @@ class Bar:
                     _write_all(self._output.fileno(), ERASE)
 
 
-def _line(columns: int, fraction: float, parts: tuple[str, ...]) -> str:
+def _line(columns: int, fraction: float | None, parts: tuple[str, ...]) -> str:
     """Returns the bar and the parts, in at most `columns` characters."""
     for separator in (" · ", " "):
         text = separator.join(parts)
         if len(text) <= columns:
             break
+    if fraction is None:
+        return text[:columns]
     cells = min(CELLS, columns - len(text) - 3)
     bar = f"[{'=' * round(fraction * cells):{cells}}] " if cells > 4 else ""
     return (bar + text)[:columns]

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from meshtrain import storage
+from meshtrain import console, storage
 from meshtrain.checkpoint import initial, lock, run_tokenizer
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.saver import Saver
@@ -69,7 +69,8 @@ class Run:
         """
         if self.heldout_metrics is None:
             return {}
-        return self.heldout_metrics(state)
+        with console.progress("evaluating", 0, stream="stdout"):
+            return self.heldout_metrics(state)
 
     def manifest_fields(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         """Returns what the manifest of a checkpoint records besides the state."""

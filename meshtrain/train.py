@@ -124,7 +124,8 @@ def _train(run: Run, state: TrainState) -> Result:
     if step < num_steps and not distributed.broadcast(run.stop_requested()):
         clock.enter("compile")
         began = time.perf_counter()
-        train_step = run.program.compile(run.loader.peek())
+        with console.progress("compiling the step", 0, stream="stdout"):
+            train_step = run.program.compile(run.loader.peek())
         writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
         for line in run.memory_advice.memory_lines(train_step):
             writer.log(f"memory      {line}")

@@ -355,6 +355,7 @@ def test_the_bar_of_a_run_moves_between_the_logged_lines(tmp_path):
         r"(\[=* *\] )?(\d+)/400 loss [\d.]+ grad norm [\d.]+ lr \S+ [\d.]+[kMG]? tokens/s "
         r"[\d:]+ left"
     )
+    assert frames.pop(0) == "compiling the step"
     matches = {
         frame: re.fullmatch(form, frame.replace(" ·", ""))
         for frame in frames

@@ -355,7 +355,8 @@ class Supervisor:
             num_rests = self._gloo_rests[rank] + line.count("[Gloo]") - 1
             self._gloo_rests[rank] = max(num_rests, 0)
         else:
-            self._print(f"[{rank}] {line}")
+            is_alone = self._settings.nproc * self._settings.nnodes == 1
+            self._print(line if is_alone else f"[{rank}] {line}")
 
     def _log(self, line: str, *, error: bool = False) -> None:
         self._print(f"launch: {line}", stream="stderr" if error else "stdout")
