@@ -23,6 +23,7 @@ from meshtrain.cluster.launchers import (
 )
 from meshtrain.errors import ConfigError
 
+PLATFORMS = ("cpu", "cuda", "tpu")  # by their names in jax
 JOIN_SECONDS = 120.0  # timeout for all processes to connect
 MAX_SECONDS = 1e8  # of any timeout
 
@@ -31,6 +32,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Adds the flags that `cluster.runtime.start` reads."""
     flags.add_argument(
         "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
+    )
+    flags.add_argument(
+        "--platform",
+        choices=PLATFORMS,
+        help="kind of devices to use (default: the fastest that jax finds, or JAX_PLATFORMS)",
     )
     flags.add_argument(
         "--force",
@@ -57,6 +63,11 @@ def check_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     faults = seconds_faults({"join_seconds": args.join_seconds})
     if faults:
         raise ConfigError(*faults)
+    if args.platform not in (None, "cpu") and args.simulate_devices is not None:
+        raise ConfigError(
+            f"--platform={args.platform} and --simulate_devices={args.simulate_devices}: simulated "
+            f"devices are CPUs; give one of the flags"
+        )
     limits.check_devices(args.simulate_devices, environ, force=args.force)
     process_info(environ, (args.coordinator, args.num_processes, args.process_id))
 

@@ -38,6 +38,9 @@ def start(args: argparse.Namespace) -> None:
     `args` has the flags of `environment.add_flags`. Call it before anything starts a backend.
     Raises ConfigError if the other processes cannot be joined.
     """
+    if args.platform is not None:
+        os.environ["JAX_PLATFORMS"] = args.platform  # for messages, and for processes of this one
+        jax.config.update("jax_platforms", args.platform)
     if args.simulate_devices is not None:
         simulate(args.simulate_devices)
     _join_and_setup((args.coordinator, args.num_processes, args.process_id), args.join_seconds)

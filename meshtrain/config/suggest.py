@@ -227,6 +227,13 @@ def did_you_mean_key(name: str, known: Iterable[str]) -> str:
     return f' (did you mean "{key}"?)' if key else ""
 
 
+# Flags of other trainers that have no counterpart, by what is answered.
+EXPLAINED = {
+    "backend": "--platform=cpu, cuda or tpu chooses the devices; their collectives are those of "
+    "Gloo, NCCL or the TPU's own network, which XLA uses without a setting",
+}
+
+
 def did_you_mean_flag(name: str, flags: Iterable[str], keys: Iterable[str] = ()) -> str:
     """Returns ' (did you mean "--flag"?)', or '' if no flag or key of the config is near.
 
@@ -234,6 +241,8 @@ def did_you_mean_flag(name: str, flags: Iterable[str], keys: Iterable[str] = ())
     """
     flags = list(flags)
     bare = name.lstrip("-").lower().replace("-", "_")
+    if bare in EXPLAINED and "--platform" in flags:
+        return f"; {EXPLAINED[bare]}"
     other = OTHER_FLAGS.get(bare)
     if other in flags:
         return f' (did you mean "{other}"?)'

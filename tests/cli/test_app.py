@@ -70,6 +70,13 @@ def run(*arguments):
         ),
         ([QUICKSTART, "--config.mesh.fsdp=3", "--simulate_devices=4"], 2, "mesh.fsdp=3 needs"),
         (["verify", "--config=configs/nope.py"], 2, "configs/nope.py: no such file"),
+        ([QUICKSTART, "--platform=gpu"], 2, "--platform=gpu: use one of cpu, cuda, tpu"),
+        ([QUICKSTART, "--backend=nccl"], 2, "--backend: unknown argument; --platform=cpu, cuda or"),
+        (
+            [QUICKSTART, "--platform=tpu", "--simulate_devices=2"],
+            2,
+            "--platform=tpu and --simulate_devices=2: simulated devices are CPUs; give one of",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

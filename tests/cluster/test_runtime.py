@@ -1,5 +1,6 @@
 """How jax is set up in a process: the compile cache, and whether it has joined the others."""
 
+import importlib.util
 import os
 import pwd
 import stat
@@ -9,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from meshtrain.cluster import distributed, rendezvous, runtime
+from meshtrain.cluster import distributed, environment, rendezvous, runtime
 from meshtrain.errors import ConfigError
 from meshtrain.train import train
 from tests.lib.paths import ROOT
@@ -157,3 +158,17 @@ def test_a_process_meets_the_others_with_the_token_of_its_supervisor(monkeypatch
     monkeypatch.delenv("MESHTRAIN_TOKEN")  # without a supervisor
     with pytest.raises(Met, match="^$"):
         distributed.initialize("127.0.0.1:1", 2, 1)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_platform_that_is_not_there_is_one_line(platform):
+    if platform == "cuda" and environment.num_gpus(os.environ):
+        pytest.skip("this machine has NVIDIA GPUs")
+    if platform == "tpu" and importlib.util.find_spec("libtpu"):
+        pytest.skip("libtpu is installed here")
+    command = [sys.executable, "-m", "meshtrain", "info", f"--platform={platform}"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ.pop("JAX_PLATFORMS", None)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"JAX_PLATFORMS={platform}: ")
