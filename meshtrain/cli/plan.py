@@ -32,6 +32,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         help="such as h100, h200 or v5p, or a file NAME.toml",
     )
     add("--devices", required=True, type=int, metavar="N", help="how many there are")
+    add(
+        "--largest_batch",
+        action="store_true",
+        help="find the most rows per device that a layout fits at a time, instead of the config's "
+        "batch",
+    )
     add("--devices_per_host", type=int, metavar="N", help="default: 8; of TPUs, all are one slice")
     add("--memory", type=float, default=0.9, help="part of a device's memory that a step may use")
     add(
@@ -113,11 +119,26 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     from meshtrain.tools.plan import compiled, constraints, from_config, search, text
     from meshtrain.tools.plan.machine import Machine
 
-    if faults := constraints.fixed_faults(cfg, args.fix, args.devices, args.fixed_by):
-        raise ConfigError(*faults)
     machine = Machine(args.device, args.devices, args.devices_per_host)
     limit = args.memory * args.device.memory
-    plan_input = from_config.plan_input(cfg)
+    plan_input = None
+    if args.largest_batch:
+        args.fix.setdefault("num_microbatches", 1)
+        plan_input = search.with_largest_batch(
+            from_config.plan_input(cfg), machine, limit=limit, fixed=args.fix
+        )
+        if plan_input:
+            cfg = plan_input.cfg
+            num_rows = cfg.train.global_batch // args.devices
+            console.say(
+                f"train.global_batch={cfg.train.global_batch} is the largest that fits with "
+                f"train.num_microbatches={args.fix['num_microbatches']}: {num_rows:,} rows per "
+                f"device; twice as many micro-batches fit twice as many rows",
+                "",
+            )
+    if faults := constraints.fixed_faults(cfg, args.fix, args.devices, args.fixed_by):
+        raise ConfigError(*faults)
+    plan_input = plan_input or from_config.plan_input(cfg)
     plan = search.search(
         plan_input,
         machine,

@@ -105,6 +105,38 @@ def search(
     return Plan(fitting[:MOST], rejected, len(priced))
 
 
+MAX_ROWS = 1 << 20  # of a device
+
+
+def with_largest_batch(
+    plan_input: PlanInput, machine: Machine, *, limit: float, fixed: Mapping[str, Any]
+) -> PlanInput | None:
+    """Returns the plan's input with the most rows for which a layout fits; None if none does.
+
+    The number of rows is a multiple of that of the devices. `num_microbatches` has to be fixed:
+    with more of them any batch fits.
+    """
+
+    def with_rows(rows: int) -> PlanInput:
+        train = replace(plan_input.cfg.train, global_batch=rows * machine.num_devices)
+        return replace(plan_input, cfg=replace(plan_input.cfg, train=train))
+
+    def fits(rows: int) -> bool:
+        plan = search(with_rows(rows), machine, limit=limit, fixed=fixed)
+        return bool(plan.candidates)
+
+    fitting, too_many = 0, 1
+    while too_many <= MAX_ROWS and fits(too_many):
+        fitting, too_many = too_many, 2 * too_many
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            too_many = middle
+    return with_rows(fitting) if fitting else None
+
+
 def _accepted(
     plan_input: PlanInput, machine: Machine, ties: list[Candidate], seen: set[tuple]
 ) -> Iterator[Candidate]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -84,6 +85,17 @@ def test_a_layout_is_taken_apart(tmp_path, capsys):
             assert end - 1 <= start <= end  # a short bar still has one column
     root = ElementTree.parse(drawing).getroot()
     assert len(root.findall("{*}rect")) == len(bars) + 1
+
+
+def test_the_largest_batch_replaces_that_of_the_config(tmp_path, capsys):
+    flags = ["--device=h100", "--devices=8", "--largest_batch", "--fix", "train.remat=none"]
+    assert run(*flags, f"--output={tmp_path / 'plan.json'}", config="gpt2") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    found = re.match(r"train.global_batch=(\d+) is the largest .*: ([\d,]+) rows per device", first)
+    num_rows = int(found[2].replace(",", ""))
+    assert int(found[1]) == 8 * num_rows and num_rows > 8
+    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    assert {one["overrides"]["train.num_microbatches"] for one in layouts} == {1}
 
 
 def test_a_layout_in_words():

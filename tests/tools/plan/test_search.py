@@ -7,7 +7,7 @@ import pytest
 from meshtrain.config.parse import on_devices
 from meshtrain.configs import llama3
 from meshtrain.errors import divisors
-from meshtrain.tools.plan import search
+from meshtrain.tools.plan import constraints, search
 from meshtrain.tools.plan.layout import overrides, with_layout
 from tests.lib.plans import CONFIGS, plan_of
 
@@ -87,3 +87,37 @@ def test_divisors_are_those_of_the_definition_and_of_large_numbers():
     for number in range(-1, 200):
         assert divisors(number) == [one for one in range(1, number + 1) if number % one == 0]
     assert len(divisors(10**8)) == 81 and divisors(2**31 - 1) == [1, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "most_memory"),
+    [(["train.remat=none", "mesh.tensor=1"], 0.9), (["train.remat=full"], 0.3)],
+    ids=["no remat", "a third of the memory"],
+)
+def test_one_row_more_than_the_largest_batch_does_not_fit(flags, most_memory):
+    c = CONFIGS["gpt2"].get_config()
+    c.train.global_batch = 8
+    fixed = constraints.values([("--fix", flag) for flag in (*flags, "train.num_microbatches=1")])
+    plan_input, machine, _ = plan_of(c, "h100", 8)
+    limit = most_memory * machine.device.memory
+    largest = search.with_largest_batch(plan_input, machine, limit=limit, fixed=fixed)
+    num_rows = largest.cfg.train.global_batch
+    assert num_rows % 8 == 0 and num_rows > 8
+
+    def fitting(num_rows):
+        c.train.global_batch = num_rows
+        plan_input, machine, _ = plan_of(c, "h100", 8)
+        return search.search(plan_input, machine, limit=limit, fixed=fixed).candidates
+
+    best = fitting(num_rows)[0]
+    assert best.memory_bytes <= limit and best.layout.num_microbatches == 1
+    assert not fitting(num_rows + 8)
+    # Nearly all of the memory is used.
+    assert best.memory_bytes > 0.98 * limit
+
+
+def test_without_a_layout_there_is_no_largest_batch():
+    c = CONFIGS["llama3"].get_config()
+    plan_input, machine, _ = plan_of(c, "h100", 64)
+    found = search.with_largest_batch(plan_input, machine, limit=1e9, fixed={"num_microbatches": 1})
+    assert found is None
