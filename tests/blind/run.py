@@ -11,7 +11,7 @@ tests of later commits never raise the score of a seed.
 Each mutant meets the tests that reach its lines (`contexts.py`: measured once, in build/blind;
 remove that folder to measure again), those of its own test file and then the cheapest first, until
 one fails. For a constant of a module or a field of a class these are the lines that name it, and
-test files that name it too come first. If fewer than three tests reach the lines, those that reach
+tests whose file names it come first. If fewer than three tests reach the lines, those that reach
 the function follow, then those that reach the file. A failed assertion, a crash and a hang are
 finds, if the test passes alone without the mutant. Survivors then meet the slow tests of their
 module, and those in the maths of a step `verify --quick`.
@@ -137,7 +137,10 @@ def names_of(mutant: mutate.Mutant, known: contexts.Contexts) -> re.Pattern | No
 
 
 def users_of(mutant: mutate.Mutant, known: contexts.Contexts) -> set[str]:
-    """Returns the tests that reach a line with a name that the mutant's statement assigns."""
+    """Returns the tests of a name that the mutant's statement assigns.
+
+    They reach a line with this name, or their file has it and they reach the mutant's file.
+    """
     pattern = names_of(mutant, known)
     if pattern is None:
         return set()
@@ -146,6 +149,9 @@ def users_of(mutant: mutate.Mutant, known: contexts.Contexts) -> set[str]:
         lines = (known.root / file).read_text().splitlines()
         named = [number for number, line in enumerate(lines, 1) if pattern.search(line)]
         tests |= known.of_lines(file, named)
+    for test in known.of_lines(mutant.file, known.reached.get(mutant.file, {})):
+        if pattern.search((known.root / test.partition("::")[0]).read_text()):
+            tests.add(test)
     return tests
 
 
