@@ -14,7 +14,8 @@ one fails. For a constant of a module or a field of a class these are the lines 
 tests whose file names it come first. If fewer than three tests reach the lines, those that reach
 the function follow, then those that reach the file. A failed assertion, a crash and a hang are
 finds, if the test passes alone without the mutant. Survivors then meet the slow tests of their
-module, and those in the maths of a step `verify --quick`.
+module's test file, and those in the maths of a step `verify --quick`. What survivors.toml calls
+equivalent meets neither.
 
 What still survives is classified by hand in survivors.toml: "equivalent", with the reason, or
 "hole", with the test that was missing. The score is the share of found mutants among those that are
@@ -111,13 +112,12 @@ def choose(mutant: mutate.Mutant, known: contexts.Contexts) -> tuple[list[contex
     by_file = collections.defaultdict(list)
     for name in names:
         by_file[name.partition("::")[0]].append(known.tests[name])
-    own_folder = str(Path(mutant.file).parent).replace("meshtrain", "tests", 1)
-    own_file = f"{own_folder}/test_{Path(mutant.file).stem}.py"
+    own_file = own_test_file(mutant.file)
 
     def rank(file: str) -> tuple[bool, bool, bool, float]:
         seconds = sum(test.seconds for test in by_file[file])
         is_named = bool(named and named.search((known.root / file).read_text()))
-        is_own = str(Path(file).parent) == own_folder
+        is_own = Path(file).parent == Path(own_file).parent
         return file != own_file, not is_named, not is_own, seconds
 
     chosen, seconds = [], 0.0
@@ -155,12 +155,10 @@ def users_of(mutant: mutate.Mutant, known: contexts.Contexts) -> set[str]:
     return tests
 
 
-def own_test_files(root: Path, file: str) -> list[str]:
-    """Returns the test files of a module: that of its name, or all of its folder."""
-    folder = root / str(Path(file).parent).replace("meshtrain", "tests", 1)
-    own = folder / f"test_{Path(file).stem}.py"
-    files = [own] if own.exists() else sorted(folder.glob("test_*.py"))
-    return [path.relative_to(root).as_posix() for path in files]
+def own_test_file(file: str) -> str:
+    """Returns the path of the test file of a module, which need not exist."""
+    folder = str(Path(file).parent).replace("meshtrain", "tests", 1)
+    return f"{folder}/test_{Path(file).stem}.py"
 
 
 # ---- one mutant ----
@@ -283,6 +281,7 @@ def measure(seed: int, num: int, deadline: float) -> None:
         head = {"seed": seed, "num": num, "commit": commit, "date": str(datetime.date.today())}
         path.write_text(json.dumps(head) + "\n")
     head, known_results = read_seed(path)
+    classes = read_classes(CLASSES)
     commit, num = head["commit"], head["num"]
 
     def record(number: int, stage: str, result: dict) -> None:
@@ -327,6 +326,8 @@ def measure(seed: int, num: int, deadline: float) -> None:
         def is_open(number: int, stage: str) -> bool:
             """Returns whether a mutant has survived so far, and this stage has not seen it."""
             tests = known_results.get((number, "tests"), {"is_final": False})
+            if classes.get((seed, number), {}).get("class") == "equivalent":
+                return False
             return (
                 tests["is_final"]
                 and last_results(known_results)[number]["outcome"] == "survived"
@@ -335,9 +336,9 @@ def measure(seed: int, num: int, deadline: float) -> None:
             )
 
         for number, mutant in enumerate(mutants):
-            if is_open(number, "slow"):
-                files = {file: {} for file in own_test_files(root, mutant.file)}
-                record(number, "slow", examine(mutant, files, worker, marker="slow"))
+            own_file = own_test_file(mutant.file)
+            if is_open(number, "slow") and (root / own_file).exists():
+                record(number, "slow", examine(mutant, {own_file: {}}, worker, marker="slow"))
         worker.close()
         for number, mutant in enumerate(mutants):
             if is_open(number, "verify") and mutant.area in REMIT:
