@@ -272,14 +272,20 @@ def read_seed(path: Path) -> tuple[dict, dict[tuple[int, str], dict]]:
     return head, {(one["number"], one["stage"]): one for one in lines}
 
 
-def measure(seed: int, num: int, deadline: float) -> None:
-    """Examines the mutants of a seed that have no result yet, until the deadline."""
+def file_of(seed: int, num: int) -> Path:
+    """Returns the file of a seed's results, which is begun if it is not there."""
     path = RESULTS / f"seed_{seed}.jsonl"
     if not path.exists():
         RESULTS.mkdir(exist_ok=True)
         commit = git("rev-parse", "HEAD").decode().strip()
         head = {"seed": seed, "num": num, "commit": commit, "date": str(datetime.date.today())}
         path.write_text(json.dumps(head) + "\n")
+    return path
+
+
+def measure(seed: int, num: int, deadline: float) -> None:
+    """Examines the mutants of a seed that have no result yet, until the deadline."""
+    path = file_of(seed, num)
     head, known_results = read_seed(path)
     classes = read_classes(CLASSES)
     commit, num = head["commit"], head["num"]
