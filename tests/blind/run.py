@@ -55,8 +55,8 @@ INTRODUCTION = """# The blind measure
 
 Written by `python tests/blind/run.py` from `results/` and `survivors.toml`; `run.py` explains how
 mutants are drawn and examined. A seed keeps the score that it was measured with: holes that were
-mended later are still counted as holes. Seed 1 met no slow tests, and the first tests that reach its
-lines; survivors of seed 2 met the tests a second time, those of their own file first.
+mended later are still counted as holes. Seed 1 met no slow tests. Survivors of seed 2 met the tests
+a second time, those of their module first.
 
 """
 
