@@ -8,6 +8,7 @@ The config trains a small model on the source of Python's standard library, in m
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         place = error.filename or folder  # none if the disk is full
         raise ConfigError(f"{place}: {error.strerror}; use another folder") from error
     console.say(*(f"written {folder / name}" for name in texts))
-    console.say(f"start with: bash {folder / 'train.sh'}")
+    console.say(f"start with: bash {shlex.quote(str(folder / 'train.sh'))}")
     return 0
 
 

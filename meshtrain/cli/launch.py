@@ -15,9 +15,10 @@ it hung too often.
 """
 
 import argparse
+from collections.abc import Sequence
 
-from meshtrain.cli.verbs import Verb
-from meshtrain.errors import ConfigError
+from meshtrain.cli.verbs import NAMES, Verb
+from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.supervise import launch, ssh
 from meshtrain.supervise.launch import CLUSTER
 from meshtrain.supervise.restart_policy import Settings
@@ -96,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     settings = dict(vars(args))
     arguments = settings.pop("rest")
     hosts = settings.pop("hosts")
+    _check_command(arguments)
     if hosts is None:
         return launch.launch(arguments, **settings)
 
@@ -112,6 +114,18 @@ def run(args: argparse.Namespace) -> int:
         if value != defaults[name]:
             flags.append(f"--{name}" if value is True else f"--{name}={value}")
     return ssh.launch(ssh.parse_hosts(hosts), flags, arguments, address)
+
+
+def _check_command(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for a first argument that each process would reject."""
+    first = arguments[0] if arguments else "train"
+    is_script = first.startswith("python") or first.endswith(".py") or "/" in first
+    if not (first.startswith("-") or first in NAMES or is_script):
+        near = did_you_mean(first, NAMES)
+        raise ConfigError(
+            f"{first}: neither a verb nor a script{near}; use a verb of `meshtrain help`, "
+            f"python SCRIPT.py, or the path of a program"
+        )
 
 
 VERB = Verb(

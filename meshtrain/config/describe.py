@@ -30,7 +30,8 @@ def entries(text: str) -> list[Entry]:
     """Returns the sections and keys that get_config() assigns, in order, with their comments."""
     (function,) = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     sections: dict[str, str] = {}  # variable -> section
-    found = []
+    names: list[str] = []
+    nodes: list[ast.Assign] = []
     for node in function.body:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Attribute):
             continue
@@ -38,11 +39,10 @@ def entries(text: str) -> list[Entry]:
         if len(node.targets) == 2:  # config.train = train = Section()
             sections[ast.unparse(node.targets[1])] = name
         section = sections.get(owner)
-        found.append((f"{section}.{name}" if section else name, node))
-    comments = _comments([node for _, node in found], text)
-    return [
-        Entry(name, node, comment) for (name, node), comment in zip(found, comments, strict=True)
-    ]
+        names.append(f"{section}.{name}" if section else name)
+        nodes.append(node)
+    comments = _comments(nodes, text)
+    return [Entry(*fields) for fields in zip(names, nodes, comments, strict=True)]
 
 
 def _comments(nodes: list[ast.Assign], text: str) -> list[str]:

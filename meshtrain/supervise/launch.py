@@ -139,6 +139,8 @@ def _program(arguments: Sequence[str]) -> list[str] | None:
     if first.endswith(".py"):
         first, others = "python", list(arguments)
     if re.fullmatch(r"python(3(\.\d+)?)?", first):
+        if not others:
+            raise ConfigError(f"{first}: nothing to run; give a script: {first} SCRIPT.py")
         script = next((one for one in others if not one.startswith("-")), "")
         if script.endswith(".py") and not Path(script).is_file():
             raise ConfigError(f"{script}: no such file; after -- comes a script, or a verb")

@@ -354,9 +354,11 @@ class Supervisor:
             # Each [Gloo] ends one line.
             num_rests = self._gloo_rests[rank] + line.count("[Gloo]") - 1
             self._gloo_rests[rank] = max(num_rests, 0)
-        else:
-            is_alone = self._settings.nproc * self._settings.nnodes == 1
-            self._print(line if is_alone else f"[{rank}] {line}")
+            return
+        num_processes = self._settings.nproc * self._settings.nnodes
+        if num_processes > 1:
+            line = f"[{rank}] {line}"
+        self._print(line)
 
     def _log(self, line: str, *, error: bool = False) -> None:
         self._print(f"launch: {line}", stream="stderr" if error else "stdout")

@@ -53,6 +53,12 @@ def run(*arguments):
             2,
             "the following arguments are required: --config; see meshtrain train --help",
         ),
+        (
+            ["launch", "--", "trian"],
+            2,
+            'trian: neither a verb nor a script (did you mean "train"?)',
+        ),
+        (["launch", "--", "bash", "x.sh"], 2, "bash: neither a verb nor a script; use a verb of"),
         (["trian"], 2, "trian: unknown verb; use one of train, launch"),
         ([QUICKSTART, "--config.train.stepz=3"], 2, 'did you mean "train.steps"?'),
         ([QUICKSTART, "--config.train.dtype=int8"], 2, "train.dtype='int8': use one of"),

@@ -44,6 +44,7 @@ def test_what_is_not_a_verb_is_python_or_a_path(arguments, command, tmp_path, mo
     [
         (["python", "b.py"], "b.py: no such file"),
         (["b.py"], "b.py: no such file"),
+        (["python3"], "python3: nothing to run; give a script: python3 SCRIPT.py"),
         (["./a.txt"], "./a.txt: is not a program; make it executable"),
     ],
     ids=str,
