@@ -118,9 +118,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_command(arguments: Sequence[str]) -> None:
     """Raises ConfigError for a first argument that each process would reject."""
-    first = arguments[0] if arguments else "train"
-    is_script = first.startswith("python") or first.endswith(".py") or "/" in first
-    if not (first.startswith("-") or first in NAMES or is_script):
+    if not arguments or launch.program_of(arguments):
+        return
+    first = arguments[0]
+    if not first.startswith("-") and first not in NAMES:
         near = did_you_mean(first, NAMES)
         raise ConfigError(
             f"{first}: neither a verb nor a script{near}; use a verb of `meshtrain help`, "

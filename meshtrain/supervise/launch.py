@@ -45,7 +45,7 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
         raise ConfigError(
             "nothing to launch: give the arguments of a run after --, such as --config=FILE"
         )
-    program = _program(arguments)
+    program = program_of(arguments)
     # Of a program this is not known.
     may_train = program or arguments[0].startswith("-") or arguments[0] == "train"
     flags = _flags(arguments)
@@ -128,7 +128,7 @@ def _place(
     return None, others
 
 
-def _program(arguments: Sequence[str]) -> list[str] | None:
+def program_of(arguments: Sequence[str]) -> list[str] | None:
     """Returns the command of a script or program; None for a verb of meshtrain and its flags.
 
     `python` is the one that runs this, whatever is first on PATH: it has the packages.

@@ -36,7 +36,7 @@ def test_what_is_not_a_verb_is_python_or_a_path(arguments, command, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").touch()
     (tmp_path / "run.sh").touch(mode=0o755)
-    assert launch_module._program(arguments) == command
+    assert launch_module.program_of(arguments) == command
 
 
 @pytest.mark.parametrize(
