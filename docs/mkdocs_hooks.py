@@ -1,8 +1,11 @@
-"""Hooks of mkdocs.yml: index.md is the navigation, and pages outside docs/ belong to the site.
+"""Hooks of mkdocs.yml: pages.md is the navigation, and pages outside docs/ belong to the site.
 
 A link between pages is written as GitHub follows it, relative to the file; here it becomes one
 between pages of the site. Any other link out of docs/ stays as it is, and `mkdocs build --strict`
 fails at it.
+
+A comment `<!-- search: bf16, mixed precision -->` in a page has words that people type and the page
+does not: a search for them finds the page.
 """
 
 import os
@@ -21,18 +24,32 @@ OUTSIDE = {
     "tests/mutants/README.md": "project/mutants.md",
     "tests/blind/README.md": "project/blind.md",
 }
+SEARCH = re.compile(r"^<!-- search: (.+) -->$", re.MULTILINE)
+# A dot within a word of code that is not in a block.
+DOT = re.compile(r"(?<=\w)\.(?=[a-zA-Z_])")
+INLINE_CODE = re.compile(r"(<pre.*?</pre>)|<code>(.*?)</code>", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config):
-    """Sets the navigation: a section for each heading of index.md, with the links of its tables."""
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    """Sets the navigation from pages.md: a tab for each `##`, a group of pages for each `###`."""
+    text = (ROOT / "docs" / "pages.md").read_text(encoding="utf-8")
     config.nav = [{"Home": "index.md"}]
-    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        rows = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\)", section, re.MULTILINE)
-        pages = [{title: site_path("docs/index.md", target)} for title, target in rows]
-        config.nav.append({section.splitlines()[0]: pages})
+    for level in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        first, *groups = re.split(r"^### ", level, flags=re.MULTILINE)
+        entries = pages_of(first)
+        for group in groups:
+            entries.append({group.splitlines()[0]: pages_of(group)})
+        config.nav.append({level.splitlines()[0]: entries})
+    # Not in a tab, since it is the navigation itself.
+    config.nav.append({"All pages": "pages.md"})
     return config
+
+
+def pages_of(section):
+    """Returns the pages that the table of a section lists, as entries of a navigation."""
+    rows = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\)", section, re.MULTILINE)
+    return [{title: site_path("docs/pages.md", target)} for title, target in rows]
 
 
 def on_files(files, config):
@@ -45,7 +62,9 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Returns the page with links between places of the site."""
+    """Returns the page with links between places of the site, and sets its words for the search."""
+    if words := SEARCH.search(markdown):
+        page.meta["tags"] = words[1].split(", ")
     place = page.file.src_uri
     source = {place: path for path, place in OUTSIDE.items()}.get(place, f"docs/{place}")
 
@@ -54,6 +73,17 @@ def on_page_markdown(markdown, page, config, files):
         return f"]({target}{link[2] or ''})"
 
     return LINK.sub(replace, markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Returns the page with keys, such as `train.num_microbatches`, that break after their dots."""
+
+    def replace(found):
+        if found[1]:
+            return found[1]
+        return f"<code>{DOT.sub('.<wbr>', found[2])}</code>"
+
+    return INLINE_CODE.sub(replace, html)
 
 
 def site_path(source: str, target: str) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -19,6 +20,70 @@ DOCS = ROOT / "docs"
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 
 
+# What people type, and the pages that answer it.
+SEARCHES = {
+    "install": "start",
+    "tutorial": "tutorial",
+    "notebook": "reference/api",
+    "jupyter": "reference/api",
+    "colab": "reference/api",
+    "bf16": "concepts/precision",
+    "bfloat16": "concepts/precision",
+    "mixed precision": "concepts/precision",
+    "fp8": "not_here",
+    "DPO": "not_here",
+    "RLHF": "not_here",
+    "gguf": "not_here",
+    "checkpoints": "concepts/checkpoints",
+    "checkpointing": "concepts/checkpoints",
+    "resume": "guides/resume",
+    "OOM": "concepts/speed",
+    "out of memory": "concepts/speed",
+    "flash attention": "concepts/speed",
+    "activation checkpointing": "concepts/speed",
+    "remat": "concepts/speed",
+    "gradient accumulation": "concepts/sync",
+    "FSDP": "concepts/zero",
+    "ZeRO-3": "concepts/zero",
+    "DDP": "guides/coming_from",
+    "DeepSpeed": "guides/coming_from",
+    "tensor parallel": "concepts/mesh",
+    "TP": "concepts/mesh",
+    "PP": "concepts/pipelines",
+    "CP": "concepts/context",
+    "EP": "concepts/experts",
+    "MoE": "concepts/experts",
+    "SLURM": "guides/slurm",
+    "k8s": "guides/hosts",
+    "kubernetes": "guides/hosts",
+    "multi-node": "guides/hosts",
+    "torchrun": "guides/hosts",
+    "TPU": "guides/gke",
+    "nccl": "faq",
+    "infiniband": "faq",
+    "nvidia-smi": "faq",
+    "sysctl": "faq",
+    "NCCL_IB_DISABLE": "faq",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "faq",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "faq",
+    "s3": "guides/object_stores",
+    "gcs": "guides/object_stores",
+    "lora": "guides/finetune",
+    "peft": "guides/finetune",
+    "sft": "guides/finetune",
+    "safetensors": "guides/huggingface",
+    "llama": "guides/huggingface",
+    "qwen": "guides/huggingface",
+    "wandb": "reference/metrics",
+    "mfu": "guides/profiling",
+    "seed": "concepts/data",
+    "determinism": "concepts/data",
+    "alternatives": "when",
+    "num_layers": "reference/config",
+    "train.num_microbatches": "reference/config",
+}
+
+
 class Loads(HTMLParser):
     """Collects what the browser loads with a page."""
 
@@ -32,36 +97,76 @@ class Loads(HTMLParser):
             self.found += filter(None, [attrs.get(LOADED.get(tag, ""))])
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings")),
-    reason="needs the extra docs: bash launch/setup.sh docs",
-)
-@pytest.mark.slow
-def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", f"--site-dir={tmp_path}"]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Returns the folder of the built site."""
+    for name in ("material", "mkdocstrings"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip("needs the extra docs: bash launch/setup.sh docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", f"--site-dir={folder}"]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
-    pages = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*.html")}
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(site):
+    pages = {path.relative_to(site).as_posix(): path for path in site.rglob("*.html")}
     assert {"index.html", "start.html", "reference/api.html", "project/overview.html"} <= {*pages}
     foreign = re.compile(r"^(https?:)?//")
     for name, path in pages.items():
         loads = Loads()
         loads.feed(path.read_text())
         assert loads.found and not [one for one in loads.found if foreign.match(one)], name
-    for path in tmp_path.rglob("*.css"):
+    for path in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", path.read_text()), path
     api = pages["reference/api.html"].read_text()
     assert "Trains a model, or resumes" in api and "from_blocks" in api
-    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    index = json.loads((site / "search" / "search_index.json").read_text())
     assert any("hybrid sharding" in entry["text"].lower() for entry in index["docs"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node, which runs the site's search")
+def test_a_search_for_what_people_type_finds_the_page_that_answers_it(site):
+    command = ["node", ROOT / "tests" / "lib" / "search_site.js", site, *SEARCHES]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = json.loads(printed)
+    missed = {
+        word: found[word][:3]
+        for word, page in SEARCHES.items()
+        if f"{page}.html" not in found[word][:3]
+    }
+    assert not missed
+
+
+@pytest.mark.slow
+def test_keys_break_only_after_their_dots(site):
+    page = (site / "reference" / "config.html").read_text()
+    assert "<code>train.<wbr>num_microbatches</code>" in page
+    blocks = re.findall(r"<pre.*?</pre>", page, re.DOTALL)
+    assert blocks and not [block for block in blocks if "<wbr>" in block]
+    style = (site / "site.css").read_text()
+    assert ".md-typeset code { word-break: normal; overflow-wrap: normal; }" in style
+
+
+@pytest.mark.slow
+def test_the_navigation_has_three_levels_and_every_page(site):
+    page = (site / "index.html").read_text()
+    tabs = re.findall(r'class="md-tabs__link">\s*(.+?)\s*</a>', page, re.DOTALL)
+    assert tabs == ["Home", "Start", "Deeper", "Reference", "Project", "All pages"]
+    linked = {*re.findall(r'<a href="([\w/]+\.html)" class="md-nav__link', page)}
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert pages - linked <= {"index.html", "404.html"}
 
 
 def test_pictures_are_what_their_script_draws():
     spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    stored = {path.name: path.read_text() for path in (DOCS / "pictures").iterdir()}
+    stored = {path.name: path.read_text() for path in (DOCS / "pictures").glob("*.svg")}
     assert module.pictures() == stored, "run: python docs/pictures.py"
     pages = "\n".join(path.read_text() for path in DOCS.rglob("*.md"))
     assert [name for name in stored if f"pictures/{name})" not in pages] == []
