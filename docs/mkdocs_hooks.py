@@ -25,9 +25,18 @@ OUTSIDE = {
     "tests/blind/README.md": "project/blind.md",
 }
 SEARCH = re.compile(r"^<!-- search: (.+) -->$", re.MULTILINE)
-# A dot within a word of code that is not in a block.
+# A block of commands or Python, a block of another kind, and code in a line.
+CODE = re.compile(
+    r'(?P<block><div class="language-(?:bash|python).*?</pre>)'
+    r"|<pre.*?</pre>"
+    r"|<code>(?P<inline>.*?)</code>",
+    re.DOTALL,
+)
+KEY = re.compile(r"[a-z]\w*(\.\w+)+")
 DOT = re.compile(r"(?<=\w)\.(?=[a-zA-Z_])")
-INLINE_CODE = re.compile(r"(<pre.*?</pre>)|<code>(.*?)</code>", re.DOTALL)
+# A word with a hyphen, after which a browser may end the line: --config becomes "--" and "config".
+# Tags are matched so that they stay as they are.
+HYPHENATED = re.compile(r"<[^>]*>|(?P<word>[\w-]*-[\w-]*)")
 LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -63,6 +72,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Returns the page with links between places of the site, and sets its words for the search."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # which would list this page alone
     if words := SEARCH.search(markdown):
         page.meta["tags"] = words[1].split(", ")
     place = page.file.src_uri
@@ -76,14 +87,25 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Returns the page with keys, such as `train.num_microbatches`, that break after their dots."""
+    """Returns the page with lines of code that end at spaces and after dots, but not after hyphens.
+
+    A key, such as `train.num_microbatches`, gets a class of its own.
+    """
 
     def replace(found):
-        if found[1]:
-            return found[1]
-        return f"<code>{DOT.sub('.<wbr>', found[2])}</code>"
+        if found["block"]:
+            return HYPHENATED.sub(keep_together, found["block"])
+        if found["inline"] is None:
+            return found[0]
+        code = HYPHENATED.sub(keep_together, found["inline"])
+        name = ' class="key"' if KEY.fullmatch(found["inline"]) else ""
+        return f"<code{name}>{DOT.sub('.<wbr>', code)}</code>"
 
-    return INLINE_CODE.sub(replace, html)
+    return CODE.sub(replace, html)
+
+
+def keep_together(found):
+    return f'<span class="word">{found["word"]}</span>' if found["word"] else found[0]
 
 
 def site_path(source: str, target: str) -> str:

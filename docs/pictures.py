@@ -19,6 +19,15 @@ INK, PALE, LINE = "#222222", "#ececec", "#999999"
 # One colour per device, and its pale form for what the device has a copy of.
 COLOURS = ("#2f6db3", "#b3541a", "#2d7d4f", "#8a4bb0")
 FORMS = ("#d5e3f2", "#f3ddd0", "#d4eade", "#e6d8ef")
+# Of a picture on a dark page: ink, pale ground, and the pale forms of the devices' colours.
+DARK = {
+    INK: "#e2e4e9",
+    PALE: "#343a4a",
+    FORMS[0]: "#2b4665",
+    FORMS[1]: "#623823",
+    FORMS[2]: "#28523b",
+    FORMS[3]: "#4d3661",
+}
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, text: str = "") -> str:
@@ -39,8 +48,21 @@ def line(*points: tuple[float, float], width: float = 2, dashed: bool = False, a
     return f'<path d="{path}" fill="none" stroke="{LINE}" stroke-width="{width:g}"{more}/>'
 
 
+def with_dark_colours(svg: str) -> str:
+    """Returns a picture that is dark on a dark page.
+
+    A browser draws a picture with the colour scheme of its page. Other programs ignore the style.
+    """
+    rules = ['rect[fill="#ffffff"]{fill:none}', 'g[stroke="#ffffff"]{stroke:#1e2129}']
+    rules.append(f"g.forward{{fill:{INK}}}")  # numbers on pale boxes of a schedule
+    rules += [f'[fill="{light}"]{{fill:{dark}}}' for light, dark in DARK.items()]
+    style = f"<style>@media (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
+    head, rest = svg.split("\n", 1)
+    return f"{head}\n{style}\n{rest}"
+
+
 def picture(title: str, width: int, height: int, *parts: str) -> str:
-    """Returns an SVG on white, so that it reads on dark pages too."""
+    """Returns an SVG, on white unless its page is dark."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="13">'
@@ -81,6 +103,11 @@ def mesh() -> Iterator[str]:
         y = 266 + 22 * number
         yield line((20, y - 4), (60, y - 4), width=(8, 3, 2)[number], dashed=axis == "data")
         yield label(72, y, f"{axis}: {text}")
+    for number, colour in enumerate(COLOURS):
+        yield box(20 + 10 * number, 322, 10, 14, colour)
+    yield label(
+        72, 334, "colour: the shard of the parameters, which d0 and d4, d1 and d5, ... both hold"
+    )
 
 
 def zero() -> Iterator[str]:
@@ -252,8 +279,8 @@ def code() -> Iterator[str]:
 def pictures() -> dict[str, str]:
     """Returns the text of each file."""
     table = SCHEDULES["1f1b"](4, 8, 1)
-    return {
-        "mesh.svg": picture("A mesh on two hosts", 640, 330, *mesh()),
+    drawn = {
+        "mesh.svg": picture("A mesh on two hosts", 640, 352, *mesh()),
         "zero.svg": picture("What ZeRO shards", 480, 424, *zero()),
         "context.svg": picture("Chunks of a sequence on devices", 740, 330, *context()),
         "experts.svg": picture("Tokens and experts", 700, 320, *experts()),
@@ -261,6 +288,7 @@ def pictures() -> dict[str, str]:
         "sync.svg": picture("A hierarchical sum of gradients", 720, 290, *sync()),
         "pipeline.svg": schedule_drawing.svg("1f1b", table),
     }
+    return {name: with_dark_colours(text) for name, text in drawn.items()}
 
 
 if __name__ == "__main__":

@@ -143,11 +143,15 @@ def test_a_search_for_what_people_type_finds_the_page_that_answers_it(site):
 
 
 @pytest.mark.slow
-def test_keys_break_only_after_their_dots(site):
+def test_keys_and_flags_break_only_after_dots(site):
     page = (site / "reference" / "config.html").read_text()
-    assert "<code>train.<wbr>num_microbatches</code>" in page
+    assert '<code class="key">train.<wbr>num_microbatches</code>' in page
     blocks = re.findall(r"<pre.*?</pre>", page, re.DOTALL)
     assert blocks and not [block for block in blocks if "<wbr>" in block]
+    flags = (site / "reference" / "verbs.html").read_text()
+    assert '<code><span class="word">--simulate_devices</span>=N</code>' in flags
+    front = (site / "index.html").read_text()
+    assert '<span class="word">--workdir</span><span class="o">=</span>' in front
     style = (site / "site.css").read_text()
     assert ".md-typeset code { word-break: normal; overflow-wrap: normal; }" in style
 
@@ -170,6 +174,9 @@ def test_pictures_are_what_their_script_draws():
     assert module.pictures() == stored, "run: python docs/pictures.py"
     pages = "\n".join(path.read_text() for path in DOCS.rglob("*.md"))
     assert [name for name in stored if f"pictures/{name})" not in pages] == []
+    assert [
+        name for name in stored if "@media (prefers-color-scheme:dark)" not in stored[name]
+    ] == []
 
 
 def test_the_page_of_the_api_has_every_public_name():
