@@ -105,7 +105,10 @@ def on_page_content(html, page, config, files):
 
 
 def keep_together(found):
-    return f'<span class="word">{found["word"]}</span>' if found["word"] else found[0]
+    # Names of files may be longer than the line of a phone.
+    if not found["word"] or len(found["word"]) > 24:
+        return found[0]
+    return f'<span class="word">{found["word"]}</span>'
 
 
 def site_path(source: str, target: str) -> str:

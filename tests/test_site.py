@@ -153,7 +153,7 @@ def test_keys_and_flags_break_only_after_dots(site):
     front = (site / "index.html").read_text()
     assert '<span class="word">--workdir</span><span class="o">=</span>' in front
     style = (site / "site.css").read_text()
-    assert ".md-typeset code { word-break: normal; overflow-wrap: normal; }" in style
+    assert ".md-typeset code { word-break: normal; overflow-wrap: break-word; }" in style
 
 
 @pytest.mark.slow
