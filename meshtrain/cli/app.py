@@ -166,6 +166,8 @@ def _read_config(
 
     asked_devices = getattr(args, "devices", None)  # devices that need not be there
     device_flag = "--devices" if asked_devices else "--simulate_devices"
+    if args.num_devices is not None:
+        device_flag = "--num_devices"
 
     def parse_for(num_devices: int | None, num_processes: int = 1) -> Config | None:
         """Returns the typed config; raises ConfigError with every fault."""
@@ -176,7 +178,7 @@ def _read_config(
                 config,
                 num_devices,
                 flag=device_flag,
-                num_processes=1 if asked_devices else num_processes,
+                num_processes=num_processes if device_flag == "--simulate_devices" else 1,
             )
         if faults or config_faults:
             raise ConfigError(*faults, *config_faults)
@@ -188,7 +190,7 @@ def _read_config(
     is_alone = _is_alone(args)
     if is_alone:
         # Before jax is loaded, which takes seconds; the data's own reader checks the rest.
-        cfg = parse_for(args.simulate_devices)
+        cfg = parse_for(args.num_devices or args.simulate_devices)
         if verb.reads_data and (missing := checks.missing_data(cfg)):
             raise ConfigError(*missing)
 
@@ -211,7 +213,7 @@ def _parse(
 
     With `num_devices`, these include those of a mesh that does not fit them.
 
-    `flag` is the one that sets the number of devices of each process, for messages.
+    `flag` is the one that sets the number of devices, of each of `num_processes`, for messages.
     """
     is_auto = checks.is_auto(config)
     try:
