@@ -126,9 +126,9 @@ def _train(run: Run, state: TrainState) -> Result:
         began = time.perf_counter()
         with console.progress("compiling the step", 0, stream="stdout"):
             train_step = run.program.compile(run.loader.peek())
-        writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
+        writer.progress(f"compiled in {time.perf_counter() - began:.1f} s")
         for line in run.memory_advice.memory_lines(train_step):
-            writer.log(f"memory      {line}")
+            writer.progress(f"memory      {line}")
         distributed.barrier("compiled")  # no collective waits for a slow compiler
         state, step = _loop(run, state, train_step)
 
@@ -142,7 +142,8 @@ def _train(run: Run, state: TrainState) -> Result:
     clock.enter("save")
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
     if run.saver and not run.waits_for_rollback():
-        run.saver.finish(step, state, **run.manifest_fields(evaluation))
+        with console.progress(f"saving step {step}", 0, stream="stdout"):
+            run.saver.finish(step, state, **run.manifest_fields(evaluation))
     # After the save, which an error of the user's on_metrics must not prevent.
     if evaluation:
         writer.final_evaluation(step, evaluation)
@@ -164,6 +165,9 @@ def _train(run: Run, state: TrainState) -> Result:
         is_last_skipped=bool(writer.newest.get("skipped")),
     )
     writer.log(final_line)
+    if is_finished and run.folder:
+        next_line = summary.next_line(cfg, run.program.model, run.data, run.folder)
+        writer.progress(next_line)
     return Result(state, step, eval_loss, interrupted=not is_finished)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from meshtrain import console
 from meshtrain.checkpoint import arrays, find, manifest, resume
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
@@ -158,13 +159,14 @@ class Saver:
         saved = self.recover(from_scratch=from_scratch)
         while saved is not None and state is None:
             try:
-                state = arrays.restore(
-                    self._folder / str(saved.step),
-                    saved.arrays,
-                    abstract,
-                    allow_cast=self._settings.allow_cast,
-                    agree=agree,
-                )
+                with console.progress(f"restoring step {saved.step}", 0, stream="stdout"):
+                    state = arrays.restore(
+                        self._folder / str(saved.step),
+                        saved.arrays,
+                        abstract,
+                        allow_cast=self._settings.allow_cast,
+                        agree=agree,
+                    )
             except CorruptCheckpoint as error:  # on all processes
                 self._damaged[saved.step] = str(error)
                 saved = self.recover(from_scratch=from_scratch)

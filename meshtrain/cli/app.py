@@ -194,9 +194,10 @@ def _read_config(
         if verb.reads_data and (missing := checks.missing_data(cfg)):
             raise ConfigError(*missing)
 
-    from meshtrain.cluster import distributed, runtime
+    with console.quiet(getattr(args, "quiet", False)), console.progress("starting the devices", 0):
+        from meshtrain.cluster import distributed, runtime
 
-    runtime.start(args)
+        runtime.start(args)
     if not is_alone:
         # A fault of one process ends all, so that none waits for it.
         with distributed.raise_on_all_processes():
@@ -263,9 +264,10 @@ def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Confi
         load.reject_huggingface(file.parent)
     except ConfigError as error:
         raise ConfigError(f"--workdir={error}") from error
-    from meshtrain.cluster import distributed, runtime
+    with console.progress("starting the devices", 0):
+        from meshtrain.cluster import distributed, runtime
 
-    runtime.start(args)
+        runtime.start(args)
     import jax
 
     config, faults = load.read(

@@ -72,8 +72,8 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
         command.append(f"--simulate_devices={s.simulate_devices}")
         if s.force:
             command.append("--force")
-    if s.min_nproc and may_train and not program:
-        command.append("--elastic")
+    if may_train and not program:
+        command += _flags_of_train(s)
 
     # The logs of the processes are in the workdir, before one of them has checked it.
     folders = Folders(workdir.folder if workdir else None)
@@ -161,6 +161,16 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
     for name in ("--workdir", "--simulate_devices", "--num_devices", *launchers.FLAGS):
         parser.add_argument(name, nargs="?", default="")
     return parser.parse_known_args(arguments)[0]
+
+
+def _flags_of_train(s: Settings) -> list[str]:
+    """Returns what the settings ask of processes that train."""
+    flags = []
+    if s.min_nproc:
+        flags.append("--elastic")
+    if s.quiet:
+        flags.append("--quiet")
+    return flags
 
 
 def _check_no_ranks(flags: argparse.Namespace) -> None:
