@@ -105,7 +105,8 @@ def _with_complete_output(run: Callable[[], int]) -> int:
     return code
 
 
-def _run(name: str, argv: list[str]) -> int:
+def parser_of(name: str) -> Parser:
+    """Returns the parser of all flags of a verb."""
     verb = verbs.load(name)
     flags = Parser(
         prog=f"meshtrain {name}",
@@ -114,6 +115,40 @@ def _run(name: str, argv: list[str]) -> int:
         allow_abbrev=False,
     )
     verb.add_flags(flags)
+    if verb.reads == "config":
+        _add_config_flags(flags, is_required=not verb.config_is_optional)
+    elif verb.reads == "run":
+        _add_run_flags(flags)
+    return flags
+
+
+def _add_config_flags(flags: Parser, *, is_required: bool) -> None:
+    flags.add_argument(
+        "--config",
+        required=is_required,
+        metavar="FILE",
+        help="a Python file with get_config(), the name of a config of the package, such as "
+        "quickstart, a YAML file, or a run's config.json",
+    )
+    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
+    _add_common_flags(flags)
+
+
+def _add_run_flags(flags: Parser) -> None:
+    flags.add_argument(
+        "--workdir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of a run, or of one checkpoint: WORKDIR/checkpoints/STEP",
+    )
+    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
+    _add_common_flags(flags)
+
+
+def _run(name: str, argv: list[str]) -> int:
+    verb = verbs.load(name)
+    flags = parser_of(name)
     if verb.reads == "config":
         args, cfg = _read_config(verb, flags, argv)
         return verb.run(args, cfg)
@@ -138,15 +173,6 @@ def _read_config(
     The config is parsed here, once: before jax is loaded if this process runs alone, else when the
     processes have joined, which determines the number of devices.
     """
-    flags.add_argument(
-        "--config",
-        required=not verb.config_is_optional,
-        metavar="FILE",
-        help="a Python file with get_config(), the name of a config of the package, such as "
-        "quickstart, a YAML file, or a run's config.json",
-    )
-    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
-    _add_common_flags(flags)
     args, overrides = flags.parse_known_args(argv)
     config, faults = None, []
     if args.config is not None:
@@ -242,15 +268,6 @@ def _advising(flag: str, num_processes: int, error: ConfigError) -> list[str]:
 
 def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """Returns the flags and the config of the run in --workdir, with all devices on `fsdp`."""
-    flags.add_argument(
-        "--workdir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder of a run, or of one checkpoint: WORKDIR/checkpoints/STEP",
-    )
-    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
-    _add_common_flags(flags)
     args, overrides = flags.parse_known_args(argv)
     from meshtrain.checkpoint import find
 

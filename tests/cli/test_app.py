@@ -46,6 +46,8 @@ def run(*arguments):
         (["help"], 0, ""),
         (["--version"], 0, ""),
         *(([verb, "--help"], 0, "") for verb in verbs.NAMES),
+        (["completion", "bash"], 0, ""),
+        (["completion", "csh"], 2, "csh: use one of bash, zsh, fish"),
         (["schedule", "--schedule=1f1b", "--stages=2", "--microbatches=4"], 0, ""),
         (["launch", "--", "--config=configs/nope.py"], 2, "rank 0"),
         ([], 0, ""),
