@@ -142,8 +142,7 @@ def _train(run: Run, state: TrainState) -> Result:
     clock.enter("save")
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
     if run.saver and not run.waits_for_rollback():
-        with console.progress(f"saving step {step}", 0, stream="stdout"):
-            run.saver.finish(step, state, **run.manifest_fields(evaluation))
+        run.saver.finish(step, state, **run.manifest_fields(evaluation))
     # After the save, which an error of the user's on_metrics must not prevent.
     if evaluation:
         writer.final_evaluation(step, evaluation)

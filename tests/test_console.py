@@ -384,6 +384,7 @@ def test_quiet_leaves_out_progress_alone(tmp_path):
     assert [line.partition(" ")[0] for line in lines] == ["warning", "done:", ""], shown
     code, shown = on_terminal([*arguments, f"--workdir={tmp_path}/loud"])
     assert code == 0 and "step 2/3 · loss" in shown and "compiled in" in shown
+    assert {*re.findall(r"\x1b\[[\d;?]*[A-Za-z]", shown)} == {"\x1b[K"}  # no colours
     assert losses(tmp_path / "quiet") == losses(tmp_path / "loud")
     names = [[event["event"] for event in events(tmp_path / one)] for one in ("quiet", "loud")]
     assert names[0] == names[1]

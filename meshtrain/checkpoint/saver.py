@@ -430,8 +430,9 @@ class Saver:
         waits = [2.0**attempt for attempt in range(LAST_TRIES - 1)]
         self._last_waits = iter(waits)
         for wait in (*waits, 0.0):
-            self.save(step, state, **fields)
-            self._wait()
+            with console.progress(f"saving step {step}", 0, stream="stdout"):
+                self.save(step, state, **fields)
+                self._wait()
             is_lost = any(isinstance(cause, LockLost) for cause in _causes(self._last_error))
             failures, is_lost = distributed.broadcast((self._failures, is_lost))
             if not failures:
