@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LOG = "log.txt"  # in a workdir
+LOG_VARIABLE = "MESHTRAIN_LOG"  # path of the log that the supervisor writes of this process
 MAX_KEPT = 1 << 16  # last bytes of lost output that are kept until there is a log file
 ERASE = b"\r\x1b[K"  # a terminal's line
 
@@ -183,9 +184,15 @@ def say(*lines: str, stream: str = "stdout", end: str = "\n") -> None:
 
 
 def say_progress(*lines: str) -> None:
-    """Prints lines that only show how a run progresses, unless `quiet` leaves them out."""
+    """Prints lines that only show how a run progresses, unless `quiet` leaves them out.
+
+    The log of a process that `meshtrain launch` has started gets them in any case.
+    """
     if not _is_quiet:
         say(*lines)
+    elif path := os.environ.get(LOG_VARIABLE):
+        with contextlib.suppress(OSError), open(path, "ab") as file:
+            file.write(printable("\n".join((*lines, ""))).encode(errors="replace"))
 
 
 @contextlib.contextmanager

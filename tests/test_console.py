@@ -398,6 +398,8 @@ def test_quiet_processes_are_launched_by_a_quiet_supervisor(tmp_path):
     assert done.returncode == 0
     lines = [line for line in done.stdout.splitlines() if "] warning " not in line]
     assert len(lines) == 1 and lines[0].startswith("[0] done: 3 steps"), done.stdout
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "\nstep 2/3 · loss" in log and "\ncompiled in" in log and "\ndone: 3 steps" in log
 
 
 def test_only_the_bar_uses_codes_of_the_terminal_and_only_where_there_are_any(tmp_path):
