@@ -81,11 +81,10 @@ def _check_num_devices(num_devices: int) -> None:
     kind = jax.default_backend()
     given = f"--num_devices={num_devices}"
     if there < num_devices:
-        devices = f"there are {there} devices" if there > 1 else "there is one device"
         remedy = f"use {there} or fewer" if there > 1 else "omit the flag"
         if kind == "cpu":
             remedy += f", or simulate more with --simulate_devices={num_devices}"
-        raise ConfigError(f"{given}: {devices} of kind {kind}; {remedy}")
+        raise ConfigError(f"{given}: jax finds only {there} of kind {kind}; {remedy}")
     if there > num_devices:
         # Of a TPU only some sets of chips can be used, and which depends on its torus.
         raise ConfigError(

@@ -221,7 +221,7 @@ def test_more_devices_than_there_are_is_one_line():
     done = meshtrain("info", "--platform=cpu", "--num_devices=2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "--num_devices=2: there is one device of kind cpu; omit the flag, or simulate more with "
+        "--num_devices=2: jax finds only 1 of kind cpu; omit the flag, or simulate more with "
         "--simulate_devices=2\n"
     )
 
