@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LOG = "log.txt"  # in a workdir
+LOG_VARIABLE = "MESHTRAIN_LOG"  # path of the log that the supervisor writes of this process
 MAX_KEPT = 1 << 16  # last bytes of lost output that are kept until there is a log file
 ERASE = b"\r\x1b[K"  # a terminal's line
 
@@ -31,6 +32,7 @@ _log: Path | None = None
 _kept = bytearray()  # lost output, until there is a log file
 _bar_line = b""  # what the bar shows; empty: nothing
 _in_line = False  # whether the last byte on the terminal is not a line's end
+_is_quiet = False  # whether what only shows progress is left out
 
 
 # ---- streams that never fail ----
@@ -181,6 +183,30 @@ def say(*lines: str, stream: str = "stdout", end: str = "\n") -> None:
         lost(stream, error, f"{text}{end}".encode(errors="replace"))
 
 
+def say_progress(*lines: str) -> None:
+    """Prints lines that only show how a run progresses, unless `quiet` leaves them out.
+
+    The log of a process that `meshtrain launch` has started gets them in any case.
+    """
+    if not _is_quiet:
+        say(*lines)
+    elif path := os.environ.get(LOG_VARIABLE):
+        with contextlib.suppress(OSError), open(path, "ab") as file:
+            file.write(printable("\n".join((*lines, ""))).encode(errors="replace"))
+
+
+@contextlib.contextmanager
+def quiet(is_quiet: bool = True) -> Iterator[None]:
+    """Leaves out bars and lines of progress during the context: faults and results stay."""
+    global _is_quiet
+    before = _is_quiet
+    _is_quiet = is_quiet
+    try:
+        yield
+    finally:
+        _is_quiet = before
+
+
 def log_to(path: Path | None) -> None:
     """Sets the file for output that cannot be written elsewhere; its folder must exist by then."""
     global _log
@@ -286,7 +312,8 @@ class Bar:
     def __init__(self, total: float, *, stream: str = "stderr"):
         self._total = total
         output = _outputs.get(stream)
-        self._output = output if output and output.is_terminal else None
+        is_shown = output and output.is_terminal and not _is_quiet
+        self._output = output if is_shown else None
         self._next = 0.0
 
     @property

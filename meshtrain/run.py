@@ -103,7 +103,8 @@ def open_run(
     # ---- check and build, on all processes or on none; no computation, no file is touched ----
     with distributed.raise_on_all_processes():
         checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
-        parts = build(cfg, model=model, data=data)
+        with console.progress("opening model and data", 0, stream="stdout"):
+            parts = build(cfg, model=model, data=data)
         given_cfg = cfg
         cfg = with_steps(given_cfg, parts.train_data)
         program = assemble(cfg, parts)
@@ -210,7 +211,7 @@ def open_run(
 
     # ---- log what the run is about to do ----
     for line in cfg.layout_reasons:
-        writer.log(f"mesh.auto   {line}")
+        writer.progress(f"mesh.auto   {line}")
     abstract_state = program.abstract_state
     start_lines = summary.start_lines(
         cfg,
@@ -221,7 +222,7 @@ def open_run(
         grad_sync=program.sync,
     )
     for line in start_lines:
-        writer.log(line)
+        writer.progress(line)
     layout_warnings = warnings.layout_warnings(
         cfg, parts.model, program.mesh, abstract_state.params, first_batch
     )
@@ -232,7 +233,7 @@ def open_run(
     # ---- the first state ----
     if saved:
         writer.event("restore", step=first_step, position=position, mesh=saved.mesh)
-        writer.log(f"restored step {first_step} from {folder}")
+        writer.progress(f"restored step {first_step} from {folder}")
     if state is None:
         load = None
         if init_source:
@@ -243,9 +244,10 @@ def open_run(
                 look_again=find_init_source,
                 adapter=cfg.adapter,
                 event=writer.event,
-                log=writer.log,
+                log=writer.progress,
             )
-        state = program.initial_state(cfg.train.seed, load)
+        with console.progress("initialising the state", 0, stream="stdout"):
+            state = program.initial_state(cfg.train.seed, load)
     for warning in warnings.rounding_warnings(cfg, parts.model, state.params):
         writer.warn(warning.text, warning.fields)
     if folder and is_leader:

@@ -126,9 +126,9 @@ def _train(run: Run, state: TrainState) -> Result:
         began = time.perf_counter()
         with console.progress("compiling the step", 0, stream="stdout"):
             train_step = run.program.compile(run.loader.peek())
-        writer.log(f"compiled in {time.perf_counter() - began:.1f} s")
+        writer.progress(f"compiled in {time.perf_counter() - began:.1f} s")
         for line in run.memory_advice.memory_lines(train_step):
-            writer.log(f"memory      {line}")
+            writer.progress(f"memory      {line}")
         distributed.barrier("compiled")  # no collective waits for a slow compiler
         state, step = _loop(run, state, train_step)
 
@@ -164,6 +164,9 @@ def _train(run: Run, state: TrainState) -> Result:
         is_last_skipped=bool(writer.newest.get("skipped")),
     )
     writer.log(final_line)
+    if is_finished and run.folder:
+        next_line = summary.next_line(cfg, run.program.model, run.data, run.folder)
+        writer.progress(next_line)
     return Result(state, step, eval_loss, interrupted=not is_finished)
 
 

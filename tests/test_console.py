@@ -17,6 +17,7 @@ import pytest
 
 from meshtrain import console
 from tests.lib.paths import ROOT
+from tests.lib.rows import losses
 
 SMALL = [
     "--config=meshtrain/configs/default.py",
@@ -355,7 +356,10 @@ def test_the_bar_of_a_run_moves_between_the_logged_lines(tmp_path):
         r"(\[=* *\] )?(\d+)/400 loss [\d.]+ grad norm [\d.]+ lr \S+ [\d.]+[kMG]? tokens/s "
         r"[\d:]+ left"
     )
-    assert frames.pop(0) == "compiling the step"
+    phases = ["starting the devices", "opening model and data", "initialising the state"]
+    phases.append("compiling the step")
+    assert frames[:4] == phases and "saving step 400" in frames
+    frames = [frame for frame in frames if frame not in (*phases, "saving step 400")]
     matches = {
         frame: re.fullmatch(form, frame.replace(" ·", ""))
         for frame in frames
@@ -364,7 +368,38 @@ def test_the_bar_of_a_run_moves_between_the_logged_lines(tmp_path):
     assert all(matches.values()), [frame for frame in matches if not matches[frame]]
     steps = [int(found[2]) for found in matches.values()]
     assert steps == sorted(steps) and len({*steps} - {1, 101, 201, 301, 400}) > 1, steps
-    assert lines[-1] == "" and lines[-2].startswith("done: 400 steps")
+    assert lines[-1] == "" and lines[-3].startswith("done: 400 steps")
+    assert lines[-2] == f"next: meshtrain report {tmp_path} · train.steps=800 continues it"
+
+    # Resumed, without anything to do: only the phases are left to show.
+    code, shown = on_terminal(arguments)
+    assert code == 0 and "restoring step 400" in history(shown)[1]
+
+
+def test_quiet_leaves_out_progress_alone(tmp_path):
+    arguments = [*COMMAND, "train", *SMALL, "--config.train.steps=3", "--config.train.log_every=1"]
+    code, shown = on_terminal([*arguments, f"--workdir={tmp_path}/quiet", "--quiet"])
+    lines, frames = history(shown)
+    assert (code, frames) == (0, [])
+    assert [line.partition(" ")[0] for line in lines] == ["warning", "done:", ""], shown
+    code, shown = on_terminal([*arguments, f"--workdir={tmp_path}/loud"])
+    assert code == 0 and "step 2/3 · loss" in shown and "compiled in" in shown
+    assert {*re.findall(r"\x1b\[[\d;?]*[A-Za-z]", shown)} == {"\x1b[K"}  # no colours
+    assert losses(tmp_path / "quiet") == losses(tmp_path / "loud")
+    names = [[event["event"] for event in events(tmp_path / one)] for one in ("quiet", "loud")]
+    assert names[0] == names[1]
+
+
+@pytest.mark.multiprocess
+def test_quiet_processes_are_launched_by_a_quiet_supervisor(tmp_path):
+    launch = [*COMMAND, "launch", "--nproc=2", "--quiet", "--", *SMALL, f"--workdir={tmp_path}"]
+    launch.append("--config.train.steps=3")
+    done = subprocess.run(launch, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    lines = [line for line in done.stdout.splitlines() if "] warning " not in line]
+    assert len(lines) == 1 and lines[0].startswith("[0] done: 3 steps"), done.stdout
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "\nstep 2/3 · loss" in log and "\ncompiled in" in log and "\ndone: 3 steps" in log
 
 
 def test_only_the_bar_uses_codes_of_the_terminal_and_only_where_there_are_any(tmp_path):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from meshtrain import console
 from meshtrain.checkpoint import arrays, find, manifest, resume
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
@@ -158,13 +159,14 @@ class Saver:
         saved = self.recover(from_scratch=from_scratch)
         while saved is not None and state is None:
             try:
-                state = arrays.restore(
-                    self._folder / str(saved.step),
-                    saved.arrays,
-                    abstract,
-                    allow_cast=self._settings.allow_cast,
-                    agree=agree,
-                )
+                with console.progress(f"restoring step {saved.step}", 0, stream="stdout"):
+                    state = arrays.restore(
+                        self._folder / str(saved.step),
+                        saved.arrays,
+                        abstract,
+                        allow_cast=self._settings.allow_cast,
+                        agree=agree,
+                    )
             except CorruptCheckpoint as error:  # on all processes
                 self._damaged[saved.step] = str(error)
                 saved = self.recover(from_scratch=from_scratch)
@@ -428,8 +430,9 @@ class Saver:
         waits = [2.0**attempt for attempt in range(LAST_TRIES - 1)]
         self._last_waits = iter(waits)
         for wait in (*waits, 0.0):
-            self.save(step, state, **fields)
-            self._wait()
+            with console.progress(f"saving step {step}", 0, stream="stdout"):
+                self.save(step, state, **fields)
+                self._wait()
             is_lost = any(isinstance(cause, LockLost) for cause in _causes(self._last_error))
             failures, is_lost = distributed.broadcast((self._failures, is_lost))
             if not failures:

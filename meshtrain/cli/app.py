@@ -105,7 +105,8 @@ def _with_complete_output(run: Callable[[], int]) -> int:
     return code
 
 
-def _run(name: str, argv: list[str]) -> int:
+def parser_of(name: str) -> Parser:
+    """Returns the parser of all flags of a verb."""
     verb = verbs.load(name)
     flags = Parser(
         prog=f"meshtrain {name}",
@@ -114,6 +115,40 @@ def _run(name: str, argv: list[str]) -> int:
         allow_abbrev=False,
     )
     verb.add_flags(flags)
+    if verb.reads == "config":
+        _add_config_flags(flags, is_required=not verb.config_is_optional)
+    elif verb.reads == "run":
+        _add_run_flags(flags)
+    return flags
+
+
+def _add_config_flags(flags: Parser, *, is_required: bool) -> None:
+    flags.add_argument(
+        "--config",
+        required=is_required,
+        metavar="FILE",
+        help="a Python file with get_config(), the name of a config of the package, such as "
+        "quickstart, a YAML file, or a run's config.json",
+    )
+    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
+    _add_common_flags(flags)
+
+
+def _add_run_flags(flags: Parser) -> None:
+    flags.add_argument(
+        "--workdir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of a run, or of one checkpoint: WORKDIR/checkpoints/STEP",
+    )
+    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
+    _add_common_flags(flags)
+
+
+def _run(name: str, argv: list[str]) -> int:
+    verb = verbs.load(name)
+    flags = parser_of(name)
     if verb.reads == "config":
         args, cfg = _read_config(verb, flags, argv)
         return verb.run(args, cfg)
@@ -138,15 +173,6 @@ def _read_config(
     The config is parsed here, once: before jax is loaded if this process runs alone, else when the
     processes have joined, which determines the number of devices.
     """
-    flags.add_argument(
-        "--config",
-        required=not verb.config_is_optional,
-        metavar="FILE",
-        help="a Python file with get_config(), the name of a config of the package, such as "
-        "quickstart, a YAML file, or a run's config.json",
-    )
-    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
-    _add_common_flags(flags)
     args, overrides = flags.parse_known_args(argv)
     config, faults = None, []
     if args.config is not None:
@@ -166,6 +192,8 @@ def _read_config(
 
     asked_devices = getattr(args, "devices", None)  # devices that need not be there
     device_flag = "--devices" if asked_devices else "--simulate_devices"
+    if args.num_devices is not None:
+        device_flag = "--num_devices"
 
     def parse_for(num_devices: int | None, num_processes: int = 1) -> Config | None:
         """Returns the typed config; raises ConfigError with every fault."""
@@ -176,7 +204,7 @@ def _read_config(
                 config,
                 num_devices,
                 flag=device_flag,
-                num_processes=1 if asked_devices else num_processes,
+                num_processes=num_processes if device_flag == "--simulate_devices" else 1,
             )
         if faults or config_faults:
             raise ConfigError(*faults, *config_faults)
@@ -188,13 +216,14 @@ def _read_config(
     is_alone = _is_alone(args)
     if is_alone:
         # Before jax is loaded, which takes seconds; the data's own reader checks the rest.
-        cfg = parse_for(args.simulate_devices)
+        cfg = parse_for(args.num_devices or args.simulate_devices)
         if verb.reads_data and (missing := checks.missing_data(cfg)):
             raise ConfigError(*missing)
 
-    from meshtrain.cluster import distributed, runtime
+    with console.quiet(getattr(args, "quiet", False)), console.progress("starting the devices", 0):
+        from meshtrain.cluster import distributed, runtime
 
-    runtime.start(args)
+        runtime.start(args)
     if not is_alone:
         # A fault of one process ends all, so that none waits for it.
         with distributed.raise_on_all_processes():
@@ -211,7 +240,7 @@ def _parse(
 
     With `num_devices`, these include those of a mesh that does not fit them.
 
-    `flag` is the one that sets the number of devices of each process, for messages.
+    `flag` is the one that sets the number of devices, of each of `num_processes`, for messages.
     """
     is_auto = checks.is_auto(config)
     try:
@@ -239,15 +268,6 @@ def _advising(flag: str, num_processes: int, error: ConfigError) -> list[str]:
 
 def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Config]:
     """Returns the flags and the config of the run in --workdir, with all devices on `fsdp`."""
-    flags.add_argument(
-        "--workdir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder of a run, or of one checkpoint: WORKDIR/checkpoints/STEP",
-    )
-    flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
-    _add_common_flags(flags)
     args, overrides = flags.parse_known_args(argv)
     from meshtrain.checkpoint import find
 
@@ -261,9 +281,10 @@ def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Confi
         load.reject_huggingface(file.parent)
     except ConfigError as error:
         raise ConfigError(f"--workdir={error}") from error
-    from meshtrain.cluster import distributed, runtime
+    with console.progress("starting the devices", 0):
+        from meshtrain.cluster import distributed, runtime
 
-    runtime.start(args)
+        runtime.start(args)
     import jax
 
     config, faults = load.read(

@@ -56,8 +56,9 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
         return
     from meshtrain.tools.hlo import target
 
-    if args.simulate_devices is not None:
-        raise ConfigError(f"--target={args.target} and --simulate_devices: use one of them")
+    for given in ("simulate_devices", "num_devices"):
+        if getattr(args, given) is not None:
+            raise ConfigError(f"--target={args.target} and --{given}: use one of them")
     target.parse(args.target)
     target.prepare()
 

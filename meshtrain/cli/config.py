@@ -131,7 +131,7 @@ def _read(path: str, trust_code: bool) -> dict[str, Any]:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Yields `key: value in a -> value in b` for each key that differs."""
-    before, after = dict(_leaves(a)), dict(_leaves(b))
+    before, after = dict(leaves(a)), dict(leaves(b))
     found = False
     for key in {**before, **after}:
         pair = [values.get(key, _Missing) for values in (before, after)]
@@ -143,10 +143,11 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
         yield "no key differs"
 
 
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the keys of a config, with their sections, and their values."""
     for key, value in section.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -160,7 +161,7 @@ def keys(pattern: str) -> Iterator[str]:
     A pattern with * or ? must fit the name; another has to be in the name or in the meaning. Raises
     ConfigError if there are none.
     """
-    values = dict(_leaves(default.get_config().to_dict()))
+    values = dict(leaves(default.get_config().to_dict()))
     entries = [entry for entry in describe.entries(describe.source()) if entry.name in values]
 
     def is_selected(entry: describe.Entry) -> bool:

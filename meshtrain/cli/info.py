@@ -60,8 +60,9 @@ def _check_devices(args: argparse.Namespace, counts: dict[str, int]) -> None:
     """
     from meshtrain import hardware
 
-    if args.simulate_devices is not None:
-        raise ConfigError(f"--device={args.device} and --simulate_devices: use one of them")
+    for given in ("simulate_devices", "num_devices"):
+        if getattr(args, given) is not None:
+            raise ConfigError(f"--device={args.device} and --{given}: use one of them")
     if args.devices is None:
         raise ConfigError(f"--device={args.device}: say how many there are, such as --devices=8")
     faults = minimum_faults(1, counts)

@@ -85,6 +85,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "the port of node 0 can join the run or end it",
     )
     flags.add_argument(
+        "--quiet",
+        action="store_true",
+        help="print only warnings, faults, restarts and the last line of the run",
+    )
+    flags.add_argument(
         "--force",
         action="store_true",
         help="start more processes and devices than this machine is likely to have the cores and "

@@ -63,6 +63,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
     """Checks the flags, before jax is started."""
+    if args.num_devices is not None:
+        raise ConfigError(
+            f"--num_devices={args.num_devices}: is for devices that are here; --devices says how "
+            f"many to plan for"
+        )
     from meshtrain import hardware
     from meshtrain.tools.hlo import target
     from meshtrain.tools.plan import constraints

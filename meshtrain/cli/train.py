@@ -35,6 +35,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         help="set mesh.data to -1, all remaining devices, unless another axis is -1 already",
     )
 
+    flags.add_argument(
+        "--quiet",
+        action="store_true",
+        help="print only warnings, faults and the last line; files of the run have everything",
+    )
+
 
 def prepare(args: argparse.Namespace, config: Any) -> None:
     """Checks --workdir and applies --elastic to the config, before the config is parsed."""
@@ -50,7 +56,8 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
     from meshtrain.train import train
 
     try:
-        result = train(cfg, workdir=args.workdir, from_scratch=args.from_scratch)
+        with console.quiet(args.quiet):
+            result = train(cfg, workdir=args.workdir, from_scratch=args.from_scratch)
     except FloatingPointError as error:
         console.say(str(error), stream="stderr")
         return EXIT_NOT_FINITE

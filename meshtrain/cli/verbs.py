@@ -24,6 +24,7 @@ NAMES = (
     "report",
     "schedule",
     "checkpoint",
+    "completion",
 )
 
 

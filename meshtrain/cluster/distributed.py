@@ -30,10 +30,12 @@ def initialize(
     process_id: int | None = None,
     *,
     join_seconds: float = environment.JOIN_SECONDS,
+    num_devices: int | None = None,
 ) -> None:
     """Joins the run that arguments, variables or a launcher describe; see `environment.py`.
 
-    Without any of them, this process is the only one. Raises ConfigError if the description is
+    Without any of them, this process is the only one. Of its GPUs it uses its part of
+    `num_devices`, by default all. Raises ConfigError if the description is
     wrong, if a process is missing after `join_seconds`, or if jax does not find the GPUs that the
     launcher allotted.
     """
@@ -48,7 +50,8 @@ def initialize(
     if process.on_one_host:
         bind_address = process.address.replace("localhost", launchers.LOOPBACK)
     on_cpu = "cpu" in (jax.config.jax_platforms or "")
-    local_device_ids = None if on_cpu else environment.local_gpus(process, os.environ)
+    most = num_devices // process.num_processes if num_devices else None
+    local_device_ids = None if on_cpu else environment.local_gpus(process, os.environ, most)
     # jax's own SIGTERM handler would replace ours; see `any_asked_to_stop`.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -63,7 +66,7 @@ def initialize(
     with raise_on_all_processes():
         if not on_cpu:
             start_backend()
-            _check_gpus(process)
+            _check_gpus(process, most)
 
 
 def start_backend() -> None:
@@ -81,9 +84,14 @@ def start_backend() -> None:
         ) from error
 
 
-def _check_gpus(process: launchers.ProcessInfo) -> None:
-    """Raises ConfigError if jax has not found the GPUs that the launcher allots to this process."""
+def _check_gpus(process: launchers.ProcessInfo, most: int | None) -> None:
+    """Raises ConfigError if jax has not found the GPUs that the launcher allots to this process.
+
+    Of them it uses `most` at most.
+    """
     num_allotted = environment.num_allotted_gpus(process, os.environ)
+    if most is not None:
+        num_allotted = min(num_allotted, most)
     if not num_allotted:
         return
     num_devices = jax.local_device_count()

@@ -21,7 +21,7 @@ from meshtrain.cluster.launchers import (
     Placement,
     ProcessInfo,
 )
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, minimum_faults, nearest_multiples
 
 PLATFORMS = ("cpu", "cuda", "tpu")  # by their names in jax
 JOIN_SECONDS = 120.0  # timeout for all processes to connect
@@ -32,6 +32,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Adds the flags that `cluster.runtime.start` reads."""
     flags.add_argument(
         "--simulate_devices", type=int, metavar="N", help="run on N simulated CPU devices"
+    )
+    flags.add_argument(
+        "--num_devices",
+        type=int,
+        metavar="N",
+        help="use N of the devices, in all: equally many of each process (default: all there are)",
     )
     flags.add_argument(
         "--platform",
@@ -69,7 +75,31 @@ def check_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
             f"devices are CPUs; give one of the flags"
         )
     limits.check_devices(args.simulate_devices, environ, force=args.force)
-    process_info(environ, (args.coordinator, args.num_processes, args.process_id))
+    process = process_info(environ, (args.coordinator, args.num_processes, args.process_id))
+    if args.num_devices is None:
+        return
+    num_processes = process.num_processes if process else 1
+    faults = num_devices_faults(args.num_devices, num_processes)
+    if not faults and args.simulate_devices is not None:
+        there = args.simulate_devices * num_processes
+        if args.num_devices > there:
+            faults.append(
+                f"--num_devices={args.num_devices}: --simulate_devices={args.simulate_devices} "
+                f"makes {there} in all; use {there} or fewer"
+            )
+    if faults:
+        raise ConfigError(*faults)
+
+
+def num_devices_faults(num_devices: int, num_processes: int) -> list[str]:
+    """Returns a fault unless each process can take an equal number of `num_devices`."""
+    faults = minimum_faults(1, {"--num_devices": num_devices})
+    if not faults and num_devices % num_processes:
+        faults.append(
+            f"--num_devices={num_devices}: is not divisible by the {num_processes} processes; use "
+            f"{nearest_multiples(num_devices, num_processes)}"
+        )
+    return faults
 
 
 def seconds_faults(flags: Mapping[str, float]) -> list[str]:
@@ -229,13 +259,26 @@ def jax_variable_fault(error: Exception, environ: Mapping[str, str]) -> str:
 # ---- the GPUs of this process ----
 
 
-def local_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> list[int] | None:
+def local_gpus(
+    process: ProcessInfo, environ: Mapping[str, str], most: int | None = None
+) -> list[int] | None:
     """Returns the indices of this process's GPUs among the visible ones; None means all of these.
 
     A process alone on its host uses all GPUs. Several processes get equal consecutive ranges (jax
-    would give each one only the GPU with its rank, jax-ml/jax#16788). Raises ConfigError if the
-    number of GPUs is not divisible by the number of processes.
+    would give each one only the GPU with its rank, jax-ml/jax#16788). Of its range, a process uses
+    the first `most`. Raises ConfigError if the number of GPUs is not divisible by the number of
+    processes.
     """
+    indices = _range_of_gpus(process, environ)
+    num_visible = _num_gpus(environ)[0]
+    if most is None or not num_visible:
+        return indices
+    if indices is None:
+        indices = list(range(num_visible))
+    return indices[:most]
+
+
+def _range_of_gpus(process: ProcessInfo, environ: Mapping[str, str]) -> list[int] | None:
     visible, allotted = _num_gpus(environ)
     if process.num_local == 1 or not visible or visible < allotted:
         return None  # the launcher has already divided the node's GPUs among the processes

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import shutil
 import signal
 import stat
@@ -43,7 +44,54 @@ def start(args: argparse.Namespace) -> None:
         jax.config.update("jax_platforms", args.platform)
     if args.simulate_devices is not None:
         simulate(args.simulate_devices)
-    _join_and_setup((args.coordinator, args.num_processes, args.process_id), args.join_seconds)
+    flags = (args.coordinator, args.num_processes, args.process_id)
+    if args.num_devices is not None:
+        _use_fewer(args.num_devices, environment.process_info(os.environ, flags))
+    _join_and_setup(flags, args.join_seconds, args.num_devices)
+    if args.num_devices is not None:
+        _check_num_devices(args.num_devices)
+
+
+FORCED_CPUS = r"--xla_force_host_platform_device_count=(\d+)"
+
+
+def _use_fewer(num_devices: int, process: launchers.ProcessInfo | None) -> None:
+    """Makes jax find only the first devices of this process: its part of `num_devices`.
+
+    All other code then sees a machine with fewer devices, and needs no list of those to use.
+    """
+    num_local = num_devices // (process.num_processes if process else 1)
+    # jax makes as many CPU devices as it is asked to: ask for fewer only, since there may be GPUs.
+    num_cpus = jax.config.jax_num_cpu_devices
+    if num_cpus < 1:
+        values = re.findall(FORCED_CPUS, os.environ.get("XLA_FLAGS", ""))
+        num_cpus = int(values[-1]) if values else 1
+    if num_local < num_cpus:
+        jax.config.update("jax_num_cpu_devices", num_local)
+    # Of several processes, each gets its GPUs in `distributed.initialize`.
+    num_gpus = environment.num_gpus(os.environ)
+    if process is None and num_local < num_gpus:
+        indices = ",".join(map(str, range(num_local)))
+        jax.config.update("jax_cuda_visible_devices", indices)
+
+
+def _check_num_devices(num_devices: int) -> None:
+    """Raises ConfigError unless jax has found this number of devices."""
+    there = jax.device_count()
+    kind = jax.default_backend()
+    given = f"--num_devices={num_devices}"
+    if there < num_devices:
+        remedy = f"use {there} or fewer" if there > 1 else "omit the flag"
+        if kind == "cpu":
+            remedy += f", or simulate more with --simulate_devices={num_devices}"
+        raise ConfigError(f"{given}: jax finds only {there} of kind {kind}; {remedy}")
+    if there > num_devices:
+        # Of a TPU only some sets of chips can be used, and which depends on its torus.
+        raise ConfigError(
+            f"{given}: jax has started {there} devices of kind {kind}, and cannot be given fewer; "
+            f"omit the flag, or name the devices in the variables of their driver, such as "
+            f"TPU_VISIBLE_CHIPS"
+        )
 
 
 def initialize(
@@ -91,12 +139,14 @@ def initialize(
     setup()
 
 
-def _join_and_setup(flags: Sequence[Any], join_seconds: float) -> None:
+def _join_and_setup(
+    flags: Sequence[Any], join_seconds: float, num_devices: int | None = None
+) -> None:
     """Joins the processes that flags or variables describe, if any, and sets up jax."""
     logging.getLogger("absl").setLevel(logging.WARNING)
     # Orbax logs a traceback of each failed save here; `checkpoint.saver` logs one line.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    distributed.initialize(*flags, join_seconds=join_seconds)
+    distributed.initialize(*flags, join_seconds=join_seconds, num_devices=num_devices)
     line = launchers.batch_script_line(os.environ)
     if line:
         print(line, file=sys.stderr)

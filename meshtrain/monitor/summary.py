@@ -1,5 +1,6 @@
 """Returns the lines that a run logs before it compiles, and its last line."""
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from meshtrain.optim import muon
 from meshtrain.parallel.grad_sync import Sync
 from meshtrain.schedules import SCHEDULES
 from meshtrain.state import TrainState
+
+CHAT_BUILD = "meshtrain.data.chat:build"
 
 
 def start_lines(
@@ -145,3 +148,19 @@ def final_line(
     if isinstance(data, Source) and data.baseline is not None:
         line += f" · unigram entropy {data.baseline:.4f} nats per token"
     return line
+
+
+def next_line(cfg: Config, model: Model, data: Any, workdir: Path) -> str:
+    """Returns what can be done with a run that is done, as commands."""
+    folder = shlex.quote(str(workdir))
+    parts = [f"meshtrain report {folder}"]
+    # Text can be generated if the config names the model, and the data has a tokenizer.
+    can_generate = cfg.model.build != schema.OWN_MODEL and model.cached_block is not None
+    if can_generate and isinstance(data, Source) and data.identity.get("tokenizer"):
+        chat = " --chat" if cfg.data.build == CHAT_BUILD else ""
+        parts.append(f"meshtrain generate --workdir={folder}{chat} --prompt=TEXT")
+    if cfg.train.epochs:
+        parts.append(f"train.epochs={2 * cfg.train.epochs:g} continues it")
+    elif cfg.train.steps:
+        parts.append(f"train.steps={2 * cfg.train.steps} continues it")
+    return f"next: {' · '.join(parts)}"

@@ -259,7 +259,7 @@ class Writer:
             parts.append("skipped")
         if "eval_loss" in row:
             parts.append(f"held-out loss {_loss_text(row['eval_loss'])}")
-        self.log(" · ".join(parts))
+        self.progress(" · ".join(parts))
 
     def _draw(self, bar: console.Bar, step: int, metrics: dict[str, Any], step_time: float) -> None:
         """Shows a step in the bar."""
@@ -281,6 +281,12 @@ class Writer:
         """Prints a line, above the bar if there is one."""
         if self._leader:
             console.say(storage.readable(text))
+            self._report_lost_output()
+
+    def progress(self, text: str) -> None:
+        """Prints a line that only shows how the run progresses: `console.quiet` leaves it out."""
+        if self._leader:
+            console.say_progress(storage.readable(text))
             self._report_lost_output()
 
     def _report_lost_output(self) -> None:

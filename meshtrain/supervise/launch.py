@@ -51,6 +51,7 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
     flags = _flags(arguments)
     if not program:
         _check_no_ranks(flags)
+        _check_num_devices(flags, s.min_nproc)
     workdir = None
     if may_train and flags.workdir:
         if faults := checks.workdir_faults(flags.workdir):
@@ -71,8 +72,8 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
         command.append(f"--simulate_devices={s.simulate_devices}")
         if s.force:
             command.append("--force")
-    if s.min_nproc and may_train and not program:
-        command.append("--elastic")
+    if may_train and not program:
+        command += _flags_of_train(s)
 
     # The logs of the processes are in the workdir, before one of them has checked it.
     folders = Folders(workdir.folder if workdir else None)
@@ -157,9 +158,19 @@ def program_of(arguments: Sequence[str]) -> list[str] | None:
 def _flags(arguments: list[str]) -> argparse.Namespace:
     """Returns the flags of a run that matter to the supervisor."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--workdir", "--simulate_devices", *launchers.FLAGS):
+    for name in ("--workdir", "--simulate_devices", "--num_devices", *launchers.FLAGS):
         parser.add_argument(name, nargs="?", default="")
     return parser.parse_known_args(arguments)[0]
+
+
+def _flags_of_train(s: Settings) -> list[str]:
+    """Returns what the settings ask of processes that train."""
+    flags = []
+    if s.min_nproc:
+        flags.append("--elastic")
+    if s.quiet:
+        flags.append("--quiet")
+    return flags
 
 
 def _check_no_ranks(flags: argparse.Namespace) -> None:
@@ -169,6 +180,14 @@ def _check_no_ranks(flags: argparse.Namespace) -> None:
                 f"{name}={value}: launch sets it for each process; give --nproc, "
                 f"or on several hosts --nnodes, --node_rank and --coordinator, before --"
             )
+
+
+def _check_num_devices(flags: argparse.Namespace, min_nproc: int | None) -> None:
+    if min_nproc and flags.num_devices:
+        raise ConfigError(
+            f"--min_nproc={min_nproc} and, after --, --num_devices={flags.num_devices}: a run that "
+            f"continues with fewer processes has fewer devices; omit one of the flags"
+        )
 
 
 def _environment() -> dict[str, str]:

@@ -42,6 +42,7 @@ class Settings:
     # Of the processes' port on node 0; below the ports that systems give to outgoing connections.
     ports: str = "20000-31999"
     insecure: bool = False  # supervisors of several hosts may meet without MESHTRAIN_SECRET
+    quiet: bool = False  # print no progress
 
     def __post_init__(self):
         faults = []

@@ -283,7 +283,9 @@ class Supervisor:
             self._failed_at = None
             if self._account.restarts:
                 self._event("recovered", step=first_step, seconds=seconds)
-                self._log(f"resumed from step {first_step}, {seconds:.1f} s after the failure")
+                self._log_progress(
+                    f"resumed from step {first_step}, {seconds:.1f} s after the failure"
+                )
 
     def _give_up(self, outcome: Outcome, reason: str) -> int:
         """Logs why the run ends, with the last output of what failed; returns the exit code."""
@@ -321,7 +323,7 @@ class Supervisor:
         """Logs the time account; returns the exit code."""
         seconds = self._account.total()
         if seconds.get("step"):  # else no step was done: the workdir may belong to another run
-            self._log(self._account.summary())
+            self._log_progress(self._account.summary())
             self._event(
                 "goodput",
                 restarts=self._account.restarts,
@@ -362,6 +364,10 @@ class Supervisor:
 
     def _log(self, line: str, *, error: bool = False) -> None:
         self._print(f"launch: {line}", stream="stderr" if error else "stdout")
+
+    def _log_progress(self, line: str) -> None:
+        if not self._settings.quiet:
+            self._log(line)
 
     def _print(self, line: str, *, stream: str = "stdout") -> None:
         console.say(line, stream=stream)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshtrain import console
 from meshtrain.cluster import progress, rendezvous, signature
 from meshtrain.supervise.running_clock import RunningClock
 
@@ -147,6 +148,8 @@ class Workers:
                 progress.VARIABLE: str(path),
                 rendezvous.TOKEN_VARIABLE: signature.attempt_token(self._secret, ranks.nonce),
             }
+            if self._logs:
+                environ[console.LOG_VARIABLE] = str(self._log_file(rank))
             wrapper = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())]
             process = subprocess.Popen(
                 [*wrapper, *self._command],
@@ -192,8 +195,12 @@ class Workers:
     def _log(self, rank: int, output: bytes) -> None:
         if self._logs:
             with contextlib.suppress(OSError):  # a full disk must not stop the training
-                with open(self._logs / f"rank-{rank}.log", "ab") as file:
+                with open(self._log_file(rank), "ab") as file:
                     file.write(output)
+
+    def _log_file(self, rank: int) -> Path:
+        assert self._logs is not None
+        return self._logs / f"rank-{rank}.log"
 
     def new_exits(self) -> list[Exit]:
         """Returns the processes that have ended since the last call."""

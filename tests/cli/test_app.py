@@ -17,6 +17,7 @@ from tests.lib.paths import ROOT
 
 HEAVY = ("jax", "flax", "orbax", "optax", "rich", "tokenizers", "pyarrow")
 QUICKSTART = "--config=configs/quickstart.py"
+JOIN = ["train", "--coordinator=localhost:9", "--num_processes=2", "--process_id=1"]
 PROGRAM = f"""
 import sys
 try:
@@ -45,6 +46,8 @@ def run(*arguments):
         (["help"], 0, ""),
         (["--version"], 0, ""),
         *(([verb, "--help"], 0, "") for verb in verbs.NAMES),
+        (["completion", "bash"], 0, ""),
+        (["completion", "csh"], 2, "csh: use one of bash, zsh, fish"),
         (["schedule", "--schedule=1f1b", "--stages=2", "--microbatches=4"], 0, ""),
         (["launch", "--", "--config=configs/nope.py"], 2, "rank 0"),
         ([], 0, ""),
@@ -82,6 +85,32 @@ def run(*arguments):
             [QUICKSTART, "--platform=tpu", "--simulate_devices=2"],
             2,
             "--platform=tpu and --simulate_devices=2: simulated devices are CPUs; give one of",
+        ),
+        ([QUICKSTART, "--num_devices=0"], 2, "--num_devices=0: use 1 or more"),
+        (
+            [QUICKSTART, "--simulate_devices=4", "--num_devices=5"],
+            2,
+            "--num_devices=5: --simulate_devices=4 makes 4 in all; use 4 or fewer",
+        ),
+        (
+            [QUICKSTART, "--simulate_devices=8", "--num_devices=4", "--config.mesh.fsdp=8"],
+            2,
+            "use sizes whose product divides 4, or --num_devices=8",
+        ),
+        (
+            [*JOIN, QUICKSTART, "--simulate_devices=8", "--num_devices=3"],
+            2,
+            "--num_devices=3: is not divisible by the 2 processes; use 2 or 4",
+        ),
+        (
+            ["plan", QUICKSTART, "--device=h100", "--devices=8", "--num_devices=4"],
+            2,
+            "--num_devices=4: is for devices that are here; --devices says how many to plan for",
+        ),
+        (
+            ["launch", "--nproc=2", "--min_nproc=1", "--", QUICKSTART, "--num_devices=4"],
+            2,
+            "--min_nproc=1 and, after --, --num_devices=4: a run that continues with fewer",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -267,6 +267,20 @@ def test_processes_of_a_host_share_its_gpus(num_local, local_id, variables, indi
     assert environment.num_allotted_gpus(process, variables) == allotted
 
 
+@pytest.mark.parametrize(
+    ("num_local", "local_id", "variables", "most", "indices"),
+    [
+        (1, 0, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 2, [0, 1]),
+        (2, 1, {"SLURM_GPUS_ON_NODE": "8"}, 2, [4, 5]),
+        (2, 1, {"SLURM_GPUS_ON_NODE": "8"}, 5, [4, 5, 6, 7]),  # reported when jax has started
+        (2, 1, {"CUDA_VISIBLE_DEVICES": ""}, 2, None),
+    ],
+)
+def test_a_process_uses_the_first_of_its_gpus(num_local, local_id, variables, most, indices):
+    process = ProcessInfo("h", 1, 16, 0, local_id, num_local)
+    assert environment.local_gpus(process, variables, most) == indices
+
+
 def test_a_variable_does_not_make_gpus(monkeypatch):
     monkeypatch.setattr(environment, "DRIVER_FILES", "no-driver*")
     assert environment.num_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == 0

@@ -1,8 +1,10 @@
 """How jax is set up in a process: the compile cache, and whether it has joined the others."""
 
 import importlib.util
+import json
 import os
 import pwd
+import re
 import stat
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from meshtrain.cluster import distributed, environment, rendezvous, runtime
 from meshtrain.errors import ConfigError
 from meshtrain.train import train
 from tests.lib.paths import ROOT
+from tests.lib.rows import losses
+from tests.lib.tiny_run import TINY
 
 
 def test_the_cache_folder_is_private(tmp_path, monkeypatch, capsys):
@@ -172,3 +176,82 @@ def test_a_platform_that_is_not_there_is_one_line(platform):
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"JAX_PLATFORMS={platform}: ")
+
+
+# ---- --num_devices ----
+
+
+def meshtrain(*arguments, **variables):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ["XLA_FLAGS"] += " " + variables.pop("XLA_FLAGS", "")
+    environ |= variables
+    command = [sys.executable, "-m", "meshtrain", *arguments]
+    return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_fewer_devices_than_there_are_train_as_if_there_were_no_more(tmp_path):
+    arguments = ["train", *TINY, "--config.train.steps=3", "--config.mesh.data=-1"]
+    arguments += ["--config.data.build=meshtrain.data.synthetic:build"]
+    for folder, flags in (
+        ("fewer", ["--simulate_devices=8", "--num_devices=4"]),
+        ("all", ["--simulate_devices=4"]),
+    ):
+        done = meshtrain(*arguments, *flags, f"--workdir={tmp_path / folder}")
+        assert done.returncode == 0 and "data 4 · 4 cpu" in done.stdout, done.stderr
+        (path,) = (tmp_path / folder / "checkpoints").glob("*3/MANIFEST.json")
+        manifest = json.loads(path.read_text())
+        assert manifest["mesh"]["data"] == 4
+    assert losses(tmp_path / "fewer") == losses(tmp_path / "all")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"JAX_NUM_CPU_DEVICES": "4"},
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    ],
+    ids=["jax", "xla"],
+)
+def test_devices_that_variables_simulate_are_reduced_too(variables):
+    done = meshtrain("info", "--platform=cpu", "--num_devices=2", **variables)
+    assert done.returncode == 0 and "over 2 devices: right" in done.stdout, done.stderr
+
+
+def test_more_devices_than_there_are_is_one_line():
+    done = meshtrain("info", "--platform=cpu", "--num_devices=2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "--num_devices=2: jax finds only 1 of kind cpu; omit the flag, or simulate more with "
+        "--simulate_devices=2\n"
+    )
+
+
+@pytest.mark.multiprocess
+def test_processes_take_equal_parts_of_the_devices():
+    launch = ["launch", "--nproc=2", "--simulate_devices=4", "--", "info", "--num_devices=4"]
+    done = meshtrain(*launch)
+    assert done.returncode == 0 and "over 4 devices: right" in done.stdout, done.stderr
+    assert len(re.findall(r"process [01] +pid \d+ on \S+: 2 x cpu", done.stdout)) == 2
+
+
+@pytest.mark.parametrize(("num_devices", "visible"), [(3, "0,1,2"), (4, "all"), (5, "all")])
+def test_a_process_alone_uses_its_first_gpus(num_devices, visible):
+    """The GPUs are made up: what is checked is what jax is told before it looks for them."""
+    program = (
+        "from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; "
+        "from meshtrain.cluster import environment, runtime; "
+        "environment.DRIVER_FILES = 'null'; "
+        f"runtime._use_fewer({num_devices}, None); print(CUDA_VISIBLE_DEVICES.value)"
+    )
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{visible}\n"
+
+
+def test_devices_that_jax_cannot_be_given_fewer_of_are_named(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(
+        ConfigError, match="^--num_devices=4: jax has started 8 devices of kind tpu"
+    ):
+        runtime._check_num_devices(4)

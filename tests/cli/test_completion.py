@@ -1,0 +1,155 @@
+"""`meshtrain completion SHELL`: the script completes verbs, flags, keys and values."""
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from meshtrain.cli import app, completion
+from meshtrain.config import load
+from meshtrain.config.parse import parse
+from tests.lib.paths import ROOT
+
+FUNCTION = r"""
+source "$1"
+COMP_LINE=$2 COMP_POINT=${#2} COMP_WORDBREAKS=$' \t\n"\'><=;|&(:' COMPREPLY=()
+_meshtrain
+printf '%s\n' "${COMPREPLY[@]}"
+"""
+
+# What is typed, and what completes it in bash: of a value, only the part after the =.
+CASES = [
+    ("meshtrain tr", ["train"]),
+    ("meshtrain train --config.tr", ["--config.train."]),
+    ("meshtrain train --config.train.st", ["--config.train.steps="]),
+    ("meshtrain --config.train.st", ["--config.train.steps="]),
+    ("meshtrain train --config.train.remat=", ["none", "full", "dots"]),
+    ("meshtrain train --config.mesh.auto=T", ["True"]),
+    ("meshtrain train --config.train.steps=1", []),
+    ("meshtrain train --config=quick", ["quickstart"]),
+    ("meshtrain train --platform c", ["cpu", "cuda"]),
+    ("meshtrain train --co", ["--config=", "--coordinator=", "--config."]),
+    ("meshtrain train --from", ["--from_scratch"]),
+    ("meshtrain checkpoint pr", ["prune"]),
+    ("meshtrain checkpoint --config.tr", []),
+    ("meshtrain launch --np", ["--nproc="]),
+    ("meshtrain launch --config.tr", []),
+    ("meshtrain launch --nproc=2 -- --config.mesh.d", ["--config.mesh.data="]),
+    ("meshtrain launch --nproc=2 -- ev", ["evaluate"]),
+    ("meshtrain launch -- evaluate --spl", ["--split="]),
+    ("meshtrain help la", ["launch"]),
+]
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """Returns a function that writes the script of a shell, and returns its path."""
+    folder = tmp_path_factory.mktemp("scripts")
+
+    def write(shell):
+        lines = completion.fish_lines() if shell == "fish" else completion.shell_lines(shell)
+        path = folder / f"meshtrain.{shell}"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    return write
+
+
+def require(shell):
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed here")
+
+
+@pytest.mark.parametrize(("typed", "expected"), CASES, ids=[typed for typed, _ in CASES])
+def test_bash_completes_what_is_typed(typed, expected, script):
+    """Without any program, so at once: none is found on this PATH."""
+    require("bash")
+    command = [shutil.which("bash"), "--norc", "-c", FUNCTION, "bash", script("bash"), typed]
+    environ = {"PATH": "/nowhere"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (expected, "")
+
+
+SHELLS = {
+    "bash": (["bash", "--norc", "--noprofile", "-i"], ""),
+    "zsh": (["zsh", "-f", "-i"], "autoload -U compinit; compinit -u -D; "),
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_line_is_typed_with_tabs(shell, script, tmp_path):
+    """In the shell itself, on a terminal: spaces, files and several completions in a word."""
+    require(shell)
+    command, setup = SHELLS[shell]
+    setup += f"source {script(shell)}; meshtrain() {{ printf '<%s>' \"$@\"; echo END; }}; "
+    (tmp_path / "folder" / "within").mkdir(parents=True)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.environ.update(TERM="dumb", HOME=str(tmp_path))
+        os.execvp(command[0], command)
+
+    def answer(text, end):
+        """Types a text; returns what the shell shows up to `end`."""
+        os.write(terminal, text.encode())
+        shown = ""
+        deadline = time.monotonic() + 20
+        while end not in shown and time.monotonic() < deadline:
+            if select.select([terminal], [], [], 0.1)[0]:
+                shown += os.read(terminal, 1 << 16).decode(errors="replace")
+        return shown
+
+    try:
+        answer(f"{setup}echo REA''DY\n", "READY\r\n")
+        line = "meshtrain tra\t--config.tr\tst\t7 --config.train.rem\tdot\t --workdir=fol\twith\t\n"
+        shown = answer(line, "END\r\n")
+    finally:
+        os.close(terminal)
+        os.waitpid(pid, 0)
+    words = "<train><--config.train.steps=7><--config.train.remat=dots><--workdir=folder/within"
+    assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("meshtrain tr", ["train"]),
+        ("meshtrain train --config.train.st", ["--config.train.steps"]),
+        ("meshtrain --config.train.remat=n", ["--config.train.remat=none"]),
+        ("meshtrain evaluate --spl", ["--split"]),
+        ("meshtrain train --spl", []),
+        ("meshtrain completion z", ["zsh"]),
+    ],
+)
+def test_fish_completes_what_is_typed(typed, expected, script):
+    require("fish")
+    program = f"source {script('fish')}; complete -C '{typed}'"
+    done = subprocess.run(["fish", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == expected
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "key",
+    [key for key in completion.keys() if key.values and completion.FILES not in key.values],
+    ids=lambda key: key.name,
+)
+def test_the_values_of_a_key_are_the_ones_that_its_check_accepts(key):
+    """The checks may ask for more than the value, such as another key."""
+    for value in key.values:
+        config = load.load_config("default", [f"{key.name}={value}"])
+        try:
+            parse(config)
+        except load.ConfigError as error:
+            assert f"{key.name.removeprefix('--config.')}={value!r}: use one of" not in str(error)
+
+
+def test_every_flag_of_the_parsers_is_completed():
+    for verb in ("train", "launch", "evaluate"):
+        names = {option.name for option in completion.options_of(verb) if option.name}
+        known = {*app.parser_of(verb).known()}
+        assert names == known and "--help" in names
