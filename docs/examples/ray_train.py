@@ -21,8 +21,10 @@ def train_on_worker(settings):
     meshtrain.initialize()  # joins the workers, unless JaxTrainer has done so
     config = meshtrain.load_config("quickstart", settings["overrides"])
     result = train(config, workdir=settings["workdir"])
-    # Once, on every worker: `report` waits for all workers, and `on_metrics` is called on one.
-    ray.train.report({"step": result.step, "eval_loss": result.eval_loss})
+    metrics = {"step": result.step, "eval_loss": result.eval_loss}
+    # On every worker: `report` waits for all of them, and `on_metrics` is called on one.
+    ray.train.report(metrics)
+    return metrics
 
 
 def main():
@@ -42,7 +44,7 @@ def main():
             failure_config=FailureConfig(max_failures=args.max_failures),
         ),
     )
-    print(trainer.fit().metrics)
+    print(trainer.fit().return_value)
 
 
 if __name__ == "__main__":
