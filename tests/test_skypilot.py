@@ -3,7 +3,9 @@
 Processes on this machine stand in for hosts.
 """
 
+import argparse
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+from meshtrain.cli.launch import add_flags
 from meshtrain.supervise import messages
 from tests.lib.paths import ROOT
 from tests.lib.processes import free_port
@@ -31,6 +34,27 @@ def test_the_task_does_not_start_without_a_workdir_and_a_secret():
     # `sky launch` ends with an error for a variable that is null.
     assert TASK["envs"]["WORKDIR"] is None
     assert TASK["secrets"] == {messages.SECRET_VARIABLE: None}
+
+
+def test_each_host_starts_a_supervisor_with_its_rank_and_the_first_address():
+    environ = {
+        "PATH": os.environ["PATH"],
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "CONFIG": TASK["envs"]["CONFIG"],
+        "WORKDIR": "s3://bucket/my run",
+    }
+    command = TASK["run"].replace("exec .venv/bin/python", "printf '%s\\n'")
+    printed = subprocess.check_output(["bash", "-euc", command], env=environ, text=True)
+    module, name, verb, *arguments = printed.splitlines()
+    assert [module, name, verb] == ["-m", "meshtrain", "launch"]
+    given, run = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    assert given[:3] == ["--nnodes=2", "--node_rank=1", "--coordinator=10.0.0.1:8476"]
+    flags = argparse.ArgumentParser()
+    add_flags(flags)
+    flags.parse_args(given)
+    assert run == ["--config=configs/default.py", "--workdir=s3://bucket/my run"]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from meshtrain.cli import app
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, lost_process_fault
 from meshtrain.supervise import launch as launch_module
 from meshtrain.supervise import messages
 from tests.lib.paths import ROOT
@@ -208,7 +208,14 @@ def test_the_script_of_init_has_the_same_losses_under_mpirun(script, expected, t
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_train_verb_runs_under_mpirun_and_its_mistakes_are_one_line(tmp_path):
-    command = [sys.executable, "-m", "meshtrain.main", *TINY, f"--workdir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.main",
+        "--config=default",
+        *TINY[1:],
+        f"--workdir={tmp_path}",
+    ]
     command += ["--config.data.build=meshtrain.data.synthetic:build", "--config.train.steps=2"]
     code, output = mpirun([*command, "--config.mesh.data=2"])
     assert code == 0, output
@@ -217,6 +224,28 @@ def test_the_train_verb_runs_under_mpirun_and_its_mistakes_are_one_line(tmp_path
     code, output = mpirun([*command, "--config.mesh.data=3"])
     assert code == 2, output
     assert "mesh.data=3" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read "
+        "error [127.0.0.1]:51378: Connection reset by peer",
+        "INTERNAL: Barrier failed because: task is set to ERROR: UNAVAILABLE: Task 1 heartbeat "
+        "timeout. This indicates that the remote task has failed\n\nRPC: /xla.coordination",
+        "ncclRemoteError: remote process exited or there was a network error",
+    ],
+)
+def test_what_libraries_say_of_a_lost_process_is_one_line(message):
+    fault = lost_process_fault(ValueError(message))
+    assert fault.startswith(
+        f"lost contact with another process of this run: ValueError: {message[:40]}"
+    )
+    assert "\n" not in fault
+
+
+def test_other_errors_are_not_a_lost_process():
+    assert lost_process_fault(ConnectionResetError("Connection reset by peer")) is None
 
 
 @pytest.mark.slow
