@@ -267,7 +267,12 @@ def test_without_a_supervisor_a_process_that_loses_the_other_ends_with_a_line(
         for process in processes:
             process.kill()
             process.communicate()
-    assert processes[1 - lost].returncode == 1
+    code = processes[1 - lost].returncode
+    if lost == 0 and code == -signal.SIGABRT:
+        # jax's client, whose coordinator was in process 0, was faster than Gloo.
+        assert "the JAX distributed service detected fatal errors" in output
+        return
+    assert code == 1, output
     (line,) = (line for line in output.splitlines() if "lost contact" in line)
     assert "another process of this run: ValueError: UNKNOWN: Gloo all-reduce failed" in line
     assert "Traceback" not in output
