@@ -34,7 +34,7 @@ class OutOfMemory(MemoryError):
     """Memory ran out; the message says what the step needs, and what each way out saves."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the type and the first line of an error; messages of libraries can be a page long."""
     lines = str(error).strip().removeprefix("[Errno None] ").splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
@@ -80,6 +80,21 @@ def disk_fault(error: BaseException) -> str | None:
     return None
 
 
+def lost_process_fault(error: BaseException) -> str | None:
+    """Returns that another process of the run has ended or hangs; None if that is not it."""
+    if not LOST_PROCESS.search(str(error)[:MAX_SEARCHED]):
+        return None
+    return (
+        f"lost contact with another process of this run: {first_line(error)}; the output of that "
+        f"process may say why. Start all processes again: with a workdir they resume from the "
+        f"newest checkpoint"
+    )
+
+
+# What Gloo (CPU), NCCL (GPU) and jax's coordination service say.
+LOST_PROCESS = re.compile(
+    r"Gloo [\w-]+ failed|remote process (has )?exited|CoordinationServiceError|heartbeat timeout"
+)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 OS_ERROR_CODE = re.compile(r"os_error_code='(\d{1,4})'")
 MAX_SEARCHED = 20_000  # characters of a message

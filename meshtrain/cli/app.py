@@ -36,6 +36,7 @@ from meshtrain.errors import (
     TransientError,
     did_you_mean,
     disk_fault,
+    lost_process_fault,
     memory_fault,
 )
 from meshtrain.tools.plan import constraints
@@ -358,7 +359,10 @@ def report_errors(run: Callable[[], int], verb: str) -> int:
             _exit_if_failed(EXIT_USER, wait_for_others=False)
             return EXIT_USER
         if _num_processes() > 1:
-            traceback.print_exc()
+            if fault := lost_process_fault(error):
+                console.say(fault, stream="stderr")
+            else:
+                traceback.print_exc()
             _exit_if_failed(EXIT_FAILED, wait_for_others=False)
         raise
     _exit_if_failed(code, wait_for_others=True)

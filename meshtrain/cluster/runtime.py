@@ -23,13 +23,14 @@ from jax._src import xla_bridge  # whether a backend has started has no public n
 from jax.experimental.compilation_cache import compilation_cache
 
 from meshtrain import console
-from meshtrain.cluster import distributed, environment, launchers, limits, progress
+from meshtrain.cluster import distributed, environment, launchers, limits, progress, ray_worker
 from meshtrain.errors import (
     EXIT_FAILED,
     EXIT_USER,
     ConfigError,
     TransientError,
     install_command,
+    lost_process_fault,
 )
 
 
@@ -106,9 +107,9 @@ def initialize(
 
     Call it first in a script of your own, before anything uses a device. The rank of this process
     and the address of process 0 are read from the variables of `meshtrain launch`, torchrun, SLURM,
-    Open MPI, Kubernetes or jax, unless the arguments give them: `coordinator` is HOST:PORT of
-    process 0. Without any of them this process is the only one. If jax has joined the processes
-    already, as engines do, that is kept. May be called again.
+    Open MPI, Kubernetes or jax, or come from Ray Train within its workers, unless the arguments
+    give them: `coordinator` is HOST:PORT of process 0. Without any of them this process is the only
+    one. If jax has joined the processes already, as engines do, that is kept. May be called again.
 
     `simulate_devices` is a number of CPU devices to simulate in this process; `join_seconds` is how
     long to wait for the other processes. With several processes, an error that nothing catches ends
@@ -117,8 +118,11 @@ def initialize(
     Raises ConfigError if the description is wrong, a process is missing after `join_seconds`, or
     jax has started its devices without the other processes.
     """
-    flags = (coordinator, num_processes, process_id)
+    flags: tuple[Any, ...] = (coordinator, num_processes, process_id)
     if not distributed.is_joined():
+        if flags == (None, None, None):
+            # Before the variables: a worker has those of the launcher that started Ray on its host.
+            flags = ray_worker.flags() or flags
         process = environment.process_info(os.environ, flags)
         if process:
             _end_at_once_if_failed()
@@ -171,7 +175,10 @@ def _end_at_once_if_failed() -> None:
             distributed.exit_failed_process(code, wait_for_others=True)
             sys.stderr.flush()
             os._exit(code)  # it has not joined the others
-        print_error(kind, error, trace)
+        if fault := lost_process_fault(error):
+            console.say(fault, stream="stderr")
+        else:
+            print_error(kind, error, trace)
         distributed.exit_failed_process(EXIT_FAILED, wait_for_others=False)
 
     sys.excepthook = end
