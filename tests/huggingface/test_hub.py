@@ -68,7 +68,7 @@ def meshtrain(server, tmp_path):
             env=server.environ(tmp_path / "cache") | {"JAX_PLATFORMS": "cpu"} | environ,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=60,
         )
 
     return run
