@@ -101,6 +101,12 @@ def test_the_citation_is_that_of_this_version():
     assert citation["authors"] == PROJECT["authors"]
 
 
+def test_the_image_has_the_version_and_the_license_of_the_package():
+    text = (ROOT / "launch" / "Dockerfile").read_text()
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="(.*?)"', text))
+    assert labels["version"] == PROJECT["version"] and labels["licenses"] == PROJECT["license"]
+
+
 def test_classifiers_do_not_repeat_the_license():
     """PyPI rejects a classifier of a license next to an expression."""
     assert PROJECT["license"] and not [c for c in PROJECT["classifiers"] if c.startswith("License")]
