@@ -6,6 +6,8 @@
 #
 #   PYTHON=/path/to/python                the base Python, 3.11 or newer
 #   VENV=/path/to/folder                  folder of the environment; default: .venv in the repository
+#
+# Uses uv if it is on PATH (https://docs.astral.sh/uv), which takes seconds, else pip.
 set -euo pipefail
 
 extras=${1:-}
@@ -45,7 +47,7 @@ make_venv() {
     [[ -n $base ]] || fail "no Python 3.11 or newer found; install one, or name it with PYTHON=/path/to/python"
     [[ ! -e $venv || -f $venv/pyvenv.cfg || -z ${VENV:-} ]] ||
         fail "VENV=$VENV exists and is not a virtual environment; name another folder"
-    echo "setup: creating $venv with Python $(version "$base"); the first time this takes a minute" >&2
+    echo "setup: creating $venv with Python $(version "$base"); without uv on PATH this takes a minute or two" >&2
     rm -rf -- "$venv"
     if command -v uv >/dev/null; then
         uv venv --quiet --python "$base" "$venv" >&2

@@ -37,7 +37,8 @@ from tests.lib.tiny_run import assert_losses_equal_uninterrupted, tiny_run
 
 SCRIPTS = [*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/**/*.sh"), *ROOT.glob("launch/*.sbatch")]
 SCRIPTS.append(ROOT / ".ci" / "run")
-MANIFESTS = sorted(ROOT.glob("launch/kubernetes/*.yaml"))
+DEV_POD = ROOT / "launch" / "kubernetes" / "dev_pod.yaml"  # trains nothing by itself
+MANIFESTS = sorted({*ROOT.glob("launch/kubernetes/*.yaml")} - {DEV_POD})
 KUBERNETES = "1.34"  # job.yaml must match the schemas of this version
 LONGEST_BACKOFF = 360  # seconds until Kubernetes replaces a pod that failed repeatedly
 
@@ -86,8 +87,9 @@ def test_the_image_installs_an_extra_of_extras_without_looking_this_package_up()
     assert not [name for name in needed if name.startswith("meshtrain")]
 
 
-def test_the_job_matches_the_schema_of_kubernetes():
-    lint("kubernetes-validate", "--strict", "-k", KUBERNETES, ROOT / "launch/kubernetes/job.yaml")
+@pytest.mark.parametrize("path", [JOB, DEV_POD], ids=lambda path: path.name)
+def test_a_manifest_matches_the_schema_of_kubernetes(path):
+    lint("kubernetes-validate", "--strict", "-k", KUBERNETES, path)
 
 
 @pytest.mark.parametrize("path", [p for p in MANIFESTS if p != JOB], ids=lambda path: path.name)
@@ -171,6 +173,16 @@ def test_a_pod_finds_its_process_id_and_the_timeouts_fit_together(path):
     assert settings.grace < pod["terminationGracePeriodSeconds"]
     assert settings.join_seconds > LONGEST_BACKOFF
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy requires it
+
+
+def test_the_pod_for_development_has_the_rights_of_a_pod_that_trains():
+    (document,) = documents(DEV_POD.name)
+    pod, trains = document["spec"], job_of(JOB)[0]["template"]["spec"]
+    assert pod["securityContext"] == trains["securityContext"]
+    (container,), (other,) = pod["containers"], trains["containers"]
+    assert container["securityContext"] == other["securityContext"]
+    assert container["image"] == f"{other['image']}-dev"
+    assert not any("nvidia" in name for name in container["resources"]["limits"])
 
 
 def test_both_manifests_start_the_same_pods():

@@ -2,6 +2,9 @@
 
   meshtrain convert HF_FOLDER WORKDIR    reads config.json and safetensors; writes a checkpoint of
                                          step 0
+  meshtrain convert HUB_NAME WORKDIR --download
+                                         the same for a model on the Hugging Face hub, such as
+                                         HuggingFaceTB/SmolLM2-135M
   meshtrain convert WORKDIR HF_FOLDER    WORKDIR, or one checkpoint: WORKDIR/checkpoints/STEP
   meshtrain convert WORKDIR FOLDER --adapter
                                          only the adapter of a run with adapter.rank, as PEFT
@@ -12,15 +15,25 @@ only when it is complete.
 """
 
 import argparse
+import os
 from pathlib import Path
 
+from meshtrain import storage
 from meshtrain.cli.verbs import Verb
 from meshtrain.cluster import environment
+from meshtrain.data import hub
+from meshtrain.errors import ConfigError
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
     flags.add_argument("target", type=Path, metavar="TARGET", help="new folder")
+    flags.add_argument(
+        "--download",
+        action="store_true",
+        help="SOURCE is the name of a model on the Hugging Face hub: download it to the hub's "
+        "cache (needs the extra hub)",
+    )
     flags.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -50,9 +63,48 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts a folder; returns the exit code."""
-    from meshtrain.huggingface import convert
+    # All that can be checked without jax comes first, and before a download.
+    _check_flags(args)
+    name = str(args.source)
+    if args.download:
+        # config.json comes first: an unsupported model is rejected before its weights are fetched.
+        args.source = hub.download(name, ["config.json"], required="config.json")
+    from meshtrain.huggingface import convert, weights
 
+    if args.download:
+        weights.model_section(args.source)
+        args.source = hub.download(name, hub.MODEL, required="model*.safetensors")
     return convert.run(args)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError if the flags are wrong, or there is nothing to convert."""
+    if os.path.lexists(args.target):
+        raise ConfigError(f"{args.target}: exists already; use another TARGET, or remove it")
+    if not args.max_shard_gb > 0:
+        raise ConfigError(f"--max_shard_gb={args.max_shard_gb}: use more than 0")
+    if faults := storage.open_workdir(args.target.absolute()).name_faults(""):
+        raise ConfigError(*faults)
+    name = str(args.source)
+    command, folder = hub.command(name, hub.MODEL), hub.folder_of(name)
+    if args.download:
+        faults = hub.name_faults("", name)
+        process = (args.coordinator, args.num_processes, args.process_id)
+        if not faults and environment.process_info(os.environ, process):
+            faults.append(
+                f"--download: each process would download {name}; run once: {command}; then "
+                f"convert {folder}"
+            )
+        if faults:
+            raise ConfigError(*faults)
+    elif not os.path.lexists(args.source):
+        fault = f"{name}: no such folder"
+        if hub.is_name(name):
+            fault += (
+                f"; if it is a model on the Hugging Face hub, use --download, or run: {command}; "
+                f"then convert {folder}"
+            )
+        raise ConfigError(fault)
 
 
 VERB = Verb(

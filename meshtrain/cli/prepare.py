@@ -2,6 +2,7 @@
 
 meshtrain prepare INPUT... --output=DIR                   bytes, without a tokenizer
 meshtrain prepare INPUT... --output=DIR --tokenizer=PATH  tokenizer.json, or SentencePiece's .model
+meshtrain prepare INPUT... --output=DIR --tokenizer=HUB_NAME --download
 meshtrain prepare INPUT... --output=DIR --train_bpe=8192  a tokenizer trained on the text
 meshtrain prepare --verify DIR                            check every token
 
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.cli.verbs import Verb
-from meshtrain.data import tokenizer
+from meshtrain.data import hub, tokenizer
 from meshtrain.data.prepare import folder, inputs, shards, tokenize, validate
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, minimum_faults
 
@@ -56,6 +57,9 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
     if args.train_bpe:
         tokenizer_digest = f"bpe {args.train_bpe}"
     else:
+        if args.download:
+            downloaded = hub.download(args.tokenizer, hub.TOKENIZER, required="tokenizer.*")
+            args.tokenizer = str(downloaded)
         loaded = tokenizer.load(args.tokenizer)
         notes += loaded.warnings
         tokenizer_digest = tokenizer.digest(loaded)
@@ -115,6 +119,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         faults.append(
             f"--train_bpe={args.train_bpe} and --tokenizer={args.tokenizer}: give one of them"
         )
+    if args.download:
+        if args.tokenizer == tokenizer.BYTES:
+            faults.append("--download: name the tokenizer too, --tokenizer=HUB_NAME")
+        else:
+            faults += hub.name_faults("--tokenizer=", args.tokenizer)
     if args.train_bpe and args.train_bpe < tokenize.MIN_VOCAB_SIZE:
         faults.append(
             f"--train_bpe={args.train_bpe}: use {tokenize.MIN_VOCAB_SIZE} or more, all bytes and "
@@ -133,6 +142,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         default="bytes",
         metavar="PATH",
         help='a tokenizer file, a folder with one, or "bytes" (default)',
+    )
+    add(
+        "--download",
+        action="store_true",
+        help="--tokenizer is the name of a model on the Hugging Face hub: download its tokenizer "
+        "to the hub's cache (needs the extra hub)",
     )
     add("--train_bpe", type=int, default=0, metavar="N", help="train a BPE tokenizer of N tokens")
     add(

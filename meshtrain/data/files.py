@@ -15,6 +15,7 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+MISSING = "no such file or folder"
 
 
 def path_fault(path: str | Path) -> str:
@@ -22,7 +23,7 @@ def path_fault(path: str | Path) -> str:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
-        return "no such file or folder"
+        return MISSING
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):

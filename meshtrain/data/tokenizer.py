@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain import console, errors, foreign
-from meshtrain.data import chat_template, files, prepared, split_points
+from meshtrain.data import chat_template, files, hub, prepared, split_points
 from meshtrain.errors import ConfigError
 
 # V vocabulary
@@ -83,6 +83,12 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
     accepted = "use bytes, a tokenizer.json, a SentencePiece .model, or a folder with one"
     fault = files.path_fault(path)
     if fault:
+        name = str(path)
+        if fault == files.MISSING and hub.is_name(name):
+            accepted += (
+                f"; if it is a model on the Hugging Face hub, run: "
+                f"{hub.command(name, hub.TOKENIZER)}; then use {hub.folder_of(name)}"
+            )
         raise ConfigError(f"tokenizer {path}: {fault}; {accepted}")
     entry = {}
     if path.is_dir():

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain import console, foreign, storage
+from meshtrain import console, foreign
 from meshtrain.checkpoint import arrays, find, manifest, run_tokenizer
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.cluster import distributed, runtime
@@ -40,12 +40,6 @@ def run(args: argparse.Namespace) -> int:
     """Converts a folder; returns the exit code."""
     source = args.source.resolve()
     target = args.target.absolute()
-    if os.path.lexists(target):
-        raise ConfigError(f"{args.target}: exists already; use another TARGET, or remove it")
-    if not args.max_shard_gb > 0:
-        raise ConfigError(f"--max_shard_gb={args.max_shard_gb}: use more than 0")
-    if faults := storage.open_workdir(target).name_faults(""):
-        raise ConfigError(*faults)
     is_export = (source / find.FOLDER).is_dir() or (source / manifest.NAME).is_file()
     if not is_export and not (source / config_json.NAME).is_file():
         raise ConfigError(

@@ -300,7 +300,7 @@ def test_an_existing_target_is_not_changed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "new"], "nowhere: neither"),
+        (["nowhere", "new"], "nowhere: no such folder"),
         ([".", "new"], "neither"),
         ([GOLDEN / "gpt2", "new", "--max_shard_gb=0"], "--max_shard_gb=0.0"),
         ([GOLDEN / "gpt2", "new", "--max_shard_gb=nan"], "--max_shard_gb=nan"),
