@@ -17,7 +17,8 @@ from meshtrain.errors import first_line, install_command
 from meshtrain.monitor import curves
 
 SECONDS = 1.0  # at least, between two pictures of steps
-# A picture takes a tenth of a second, in which no step is dispatched: at most this part of the time.
+# Pictures, of a tenth of a second each, take at most this part of the time: no step is dispatched
+# meanwhile.
 MAX_PART = 0.05
 
 

@@ -29,9 +29,10 @@ def draw(curves: Sequence[Curve], *, title: str = "") -> Any:
 
     The legend has the last value of each curve. Raises ConfigError if matplotlib is missing.
     """
-    figure_module = import_optional("matplotlib.figure", "notebook")
+    import_optional("matplotlib", "notebook")
+    from matplotlib.figure import Figure
 
-    class Picture(figure_module.Figure):
+    class Picture(Figure):
         """Has its own picture: a figure made without pyplot has none in a notebook."""
 
         def _repr_png_(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Writes the rows of metrics.jsonl to the caller, to trackers, and to the cell of a notebook too."""
+"""Writes the rows of metrics.jsonl to the caller, to trackers and to a notebook's cell too."""
 
 import importlib.util
 import math
