@@ -118,7 +118,7 @@ def test_pictures_of_steps_take_a_part_of_the_time_and_a_phase_is_shown_at_once(
     monkeypatch.setattr(cell.Cell, "_output", lambda self: now.__setitem__(0, now[0] + 0.1) or {})
     steps.show(1, "1/10")  # until 100.1
     shown_until = len(outputs[-1])
-    for time_now, due in ((100.9, False), (102.05, True)):
+    for time_now, due in ((101.9, False), (102.05, True)):
         now[0] = time_now
         assert steps.due() is due
         steps.show(2, "2/10")
