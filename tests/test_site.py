@@ -33,7 +33,7 @@ class Loads(HTMLParser):
 
 
 @pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings")),
+    any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings", "nbconvert")),
     reason="needs the extra docs: bash launch/setup.sh docs",
 )
 @pytest.mark.slow
@@ -44,6 +44,8 @@ def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(tmp_path):
     assert built.returncode == 0, built.stdout + built.stderr
     pages = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*.html")}
     assert {"index.html", "start.html", "reference/api.html", "project/overview.html"} <= {*pages}
+    notebook = pages["tutorials/first_model.html"].read_text()
+    assert 'src="first_model_' in notebook and 'href="layouts.html"' in notebook
     foreign = re.compile(r"^(https?:)?//")
     for name, path in pages.items():
         loads = Loads()

@@ -19,6 +19,7 @@ from meshtrain.data.source import Source, to_batch
 from meshtrain.monitor import cell
 from meshtrain.train import train
 from tests.lib.configs import quick
+from tests.lib.paths import ROOT
 from tests.lib.rows import rows
 
 PNG = b"\x89PNG"
@@ -232,3 +233,73 @@ def test_an_error_that_is_kept_holds_no_array_and_the_users_variables(outputs):
         train(quick(steps=3), on_metrics=fail)
     assert left_over(before) == before
     assert kept.traceback[-1].frame.f_locals["mine"] == 1
+
+
+# ---- a kernel ----
+
+KERNEL_SETUP = """
+import meshtrain
+meshtrain.initialize(simulate_devices=2)
+from meshtrain.train import train
+from tests.lib.configs import quick
+import jax
+def run(steps):
+    c = quick(steps=steps)
+    c.checkpoint.every = 10**6
+    return train(c, workdir="run")
+"""
+
+
+def execute(client, code, *, on_bar=None):
+    """Returns what a cell prints, its displays with their updates, and the name of its error.
+
+    `on_bar` is called once, when the cell has shown a bar.
+    """
+    client.execute(code)
+    printed, displays, error = "", {}, None
+    while True:
+        message = client.get_iopub_msg(timeout=120)
+        content, kind = message["content"], message["msg_type"]
+        if kind == "status" and content["execution_state"] == "idle":
+            client.get_shell_msg(timeout=120)
+            return printed, list(displays.values()), error
+        if kind == "stream":
+            printed += content["text"]
+        elif kind == "error":
+            error = content["ename"]
+        elif kind in ("display_data", "update_display_data"):
+            shown = displays.setdefault(content["transient"]["display_id"], [])
+            shown.append(content["data"])
+            if on_bar and content["data"]["text/plain"].startswith("["):
+                on_bar()
+                on_bar = None
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_kernel_shows_a_run_that_is_interrupted_and_continues_in_the_same_cell(tmp_path):
+    start_new_kernel = pytest.importorskip("jupyter_client.manager").start_new_kernel
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path), env=environ)
+    try:
+        assert execute(client, KERNEL_SETUP)[2] is None
+        code = "result = run({}); print(result.interrupted, result.step)"
+        printed, (shown,), error = execute(
+            client, code.format(10**6), on_bar=manager.interrupt_kernel
+        )
+        step = int(printed.split()[-1])
+        assert error is None and "saved in run" in printed and f"True {step}" in printed
+        assert any("image/png" in output for output in shown)
+        printed, (shown,), error = execute(client, code.format(step + 2))
+        assert error is None and f"restored step {step} from run" in printed
+        assert f"False {step + 2}" in printed and "image/png" in shown[-1]
+        code = "del result; print(len(jax.live_arrays()))"
+        assert execute(client, code)[0] == "0\n"
+        # The plot at the end of a cell is shown; a mistake is one error.
+        client.execute("meshtrain.plot('run')")
+        while (message := client.get_iopub_msg(timeout=120))["msg_type"] != "execute_result":
+            pass
+        assert "image/png" in message["content"]["data"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
