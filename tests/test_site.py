@@ -33,7 +33,9 @@ class Loads(HTMLParser):
 
 
 @pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings", "nbconvert")),
+    any(
+        importlib.util.find_spec(name) is None for name in ("material", "mkdocstrings", "nbconvert")
+    ),
     reason="needs the extra docs: bash launch/setup.sh docs",
 )
 @pytest.mark.slow
