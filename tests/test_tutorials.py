@@ -91,7 +91,7 @@ def test_smollm2_learns_to_reply_in_json(execute, tmp_path):
     assert "The capital of Norway is Oslo" in before
     replies = [json.loads(line) for line in after.splitlines() if line.startswith("{")]
     assert [reply["country"] for reply in replies] == ["Norway", "Peru", "Thailand"]
-    assert replies[0]["capital"] == "Oslo"
+    assert all(reply.keys() == {"country", "capital"} for reply in replies)
 
 
 @pytest.mark.parametrize("name", NAMES)
