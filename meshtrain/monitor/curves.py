@@ -58,6 +58,7 @@ def draw(curves: Sequence[Curve], *, title: str = "") -> Any:
                 markersize=4,
                 label=label,
             )
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
