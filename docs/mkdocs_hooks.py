@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: pages.md is the navigation, and pages outside docs/ belong to the site.
+"""Hooks of mkdocs.yml: pages.md is the navigation; pages outside docs/ and notebooks are pages too.
 
 A link between pages is written as GitHub follows it, relative to the file; here it becomes one
 between pages of the site. Any other link out of docs/ stays as it is, and `mkdocs build --strict`
@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
+from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parent.parent
 # Files of the repository outside docs/, and their place in the site.
@@ -62,12 +63,28 @@ def pages_of(section):
 
 
 def on_files(files, config):
-    """Adds the files of OUTSIDE."""
+    """Adds the files of OUTSIDE, and the notebooks."""
     for path, place in OUTSIDE.items():
         files.append(
             File.generated(config, place, content=(ROOT / path).read_text(encoding="utf-8"))
         )
+    for notebook in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
+        for file in notebook_files(notebook, config):
+            files.append(file)
     return files
+
+
+def notebook_files(notebook, config):
+    """Yields the page of a notebook, in Markdown as all others are, and the pictures in it.
+
+    Not mkdocs-jupyter: it loads MathJax from another host, and has styles of its own.
+    """
+    markdown, resources = MarkdownExporter().from_filename(
+        notebook, resources={"unique_key": notebook.stem}
+    )
+    yield File.generated(config, f"tutorials/{notebook.stem}.md", content=markdown)
+    for name, content in resources["outputs"].items():
+        yield File.generated(config, f"tutorials/{name}", content=content)
 
 
 def on_page_markdown(markdown, page, config, files):
@@ -117,4 +134,6 @@ def site_path(source: str, target: str) -> str:
     `source` is the path in the repository of its page.
     """
     path = os.path.normpath(os.path.join(os.path.dirname(source), target))
+    if path.endswith(".ipynb"):
+        path = path.removesuffix(".ipynb") + ".md"
     return OUTSIDE.get(path) or os.path.relpath(path, "docs")

@@ -23,6 +23,7 @@ _MODULES = {
     "initialize": "cluster.runtime",
     "launch": "supervise.launch",
     "load_config": "config.load",
+    "plot": "tools.report.plot",
     "verify_loss": "tools.verify.loss",
     "weighted": "metrics",
 }

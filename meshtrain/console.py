@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 LOG = "log.txt"  # in a workdir
 LOG_VARIABLE = "MESHTRAIN_LOG"  # path of the log that the supervisor writes of this process
@@ -33,6 +34,7 @@ _kept = bytearray()  # lost output, until there is a log file
 _bar_line = b""  # what the bar shows; empty: nothing
 _in_line = False  # whether the last byte on the terminal is not a line's end
 _is_quiet = False  # whether what only shows progress is left out
+_display: "Display | None" = None  # shows bars in place of the terminal
 
 
 # ---- streams that never fail ----
@@ -301,10 +303,31 @@ def line_of(text: str) -> str:
 
 DRAW_SECONDS = 0.05  # between two drawings of the bar
 CELLS = 20  # of a bar
+DISPLAY_COLUMNS = 100
+
+
+class Display(Protocol):
+    """Shows bars elsewhere than in a terminal: below the cell of a notebook."""
+
+    shows_rows: bool  # whether it shows the rows of a run too, so that they need no lines
+
+    def due(self, *, is_phase: bool) -> bool: ...
+
+    def show(self, line: str) -> None: ...
+
+    def hide(self) -> None: ...
+
+
+def set_display(display: Display | None) -> None:
+    """Shows the bars that are made from now on in `display`; None: in the terminal again."""
+    global _display
+    _display = display
 
 
 class Bar:
-    """The progress of a task, in the last line of a terminal; elsewhere it shows nothing.
+    """The progress of a task, in the last line of a terminal, or in the `Display` of a notebook.
+
+    Elsewhere it shows nothing.
 
     Without a total, of which nothing is known but that it is not done, it has only text.
     """
@@ -314,29 +337,44 @@ class Bar:
         output = _outputs.get(stream)
         is_shown = output and output.is_terminal and not _is_quiet
         self._output = output if is_shown else None
+        self._display = _display
         self._next = 0.0
 
     @property
     def is_shown(self) -> bool:
-        """True if the stream is a terminal."""
-        return self._output is not None
+        """True if there is a display, or the stream is a terminal."""
+        return self._display is not None or self._output is not None
+
+    @property
+    def shows_rows(self) -> bool:
+        """True if there is a display that shows the rows of a run as well."""
+        return self._display is not None and self._display.shows_rows
 
     def due(self) -> bool:
-        """Returns whether `show` draws: not within DRAW_SECONDS of the last time."""
+        """Returns whether `show` draws: in a terminal, not within DRAW_SECONDS of the last time."""
+        if self._display is not None:
+            return self._display.due(is_phase=self._total <= 0)
         return self._output is not None and time.monotonic() >= self._next
 
     def show(self, done: float, *parts: str) -> None:
         """Draws the bar, and the parts of a text behind it, as far as the terminal has space."""
         global _bar_line
-        if self._output is None or not self.due():
+        if not self.due():
+            return
+        fraction = min(done / self._total, 1.0) if self._total > 0 else None
+        lines = tuple(map(line_of, parts))
+        if self._display is not None:
+            with _lock:
+                self._display.show(_line(DISPLAY_COLUMNS, fraction, lines))
+            return
+        if self._output is None:
             return
         fd = self._output.fileno()
         with _lock, contextlib.suppress(OSError):  # a closed terminal: the next line reports it
             self._next = time.monotonic() + DRAW_SECONDS
             columns = os.get_terminal_size(fd).columns or 80
             # The last column stays free: some terminals begin a new line after it.
-            fraction = min(done / self._total, 1.0) if self._total > 0 else None
-            text = _line(columns - 1, fraction, tuple(map(line_of, parts)))
+            text = _line(columns - 1, fraction, lines)
             _bar_line = text.encode(sys.stdout.encoding or "ascii", "replace")
             if not _in_line:
                 _write_all(fd, ERASE + _bar_line)
@@ -344,6 +382,8 @@ class Bar:
     def close(self) -> None:
         """Removes the bar."""
         global _bar_line
+        if self._display is not None:
+            self._display.hide()
         with _lock, contextlib.suppress(OSError):
             if self._output and _bar_line:
                 _bar_line = b""

@@ -174,6 +174,11 @@ def workdir_at(path: Path) -> Workdir:
     return ObjectStore(path) if object_store.url(path) else LocalFolder(path)
 
 
+def absolute(path: Path) -> Path:
+    """Returns the absolute path of a folder for TensorStore, which rejects `..` in it."""
+    return path.resolve() if ".." in path.parts else path.absolute()
+
+
 def readable(text: str) -> str:
     """Returns a text with URLs for the scratch folders that it names."""
     if not object_store.root.cache_info().currsize:
@@ -438,7 +443,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def only(self, directory: Path, names: Collection[str]) -> Iterator[Path]:
-        yield directory.absolute()  # a link cannot stand for an object
+        yield absolute(directory)  # a link cannot stand for an object
 
 
 def _is_of_process(name: str) -> bool:

@@ -19,7 +19,7 @@ from meshtrain.data.loader import peek
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import EXIT_PREEMPTED
 from meshtrain.models.base import Model, check_model
-from meshtrain.monitor import summary
+from meshtrain.monitor import cell, summary
 from meshtrain.monitor.writer import finite
 from meshtrain.run import Run, open_run
 from meshtrain.state import TrainState, count
@@ -66,6 +66,7 @@ def train(
     finite; `health.CorruptState` if replicas of the state differ.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(cell.memory_freed())
         stack.enter_context(console.guarded())
         # From here on a signal asks the run to stop and save; before, it would end the process.
         stop = stack.enter_context(signals.stop_event())
@@ -75,19 +76,21 @@ def train(
         with distributed.raise_on_all_processes():
             check_model(model)
             cfg, data = _resolve(config, model, data)
-        run, state = open_run(
-            cfg,
-            stack=stack,
-            stop=stop,
-            clock=clock,
-            workdir=workdir,
-            model=model,
-            data=data,
-            eval_data=eval_data,
-            from_scratch=from_scratch,
-            on_metrics=on_metrics,
+        # Handed on without names here: this frame, which an error holds, would hold the state.
+        return _train(
+            *open_run(
+                cfg,
+                stack=stack,
+                stop=stop,
+                clock=clock,
+                workdir=workdir,
+                model=model,
+                data=data,
+                eval_data=eval_data,
+                from_scratch=from_scratch,
+                on_metrics=on_metrics,
+            )
         )
-        return _train(run, state)
 
 
 def _resolve(

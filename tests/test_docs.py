@@ -13,6 +13,7 @@ repository. A comment directly above a block changes that:
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -38,6 +39,9 @@ README = ROOT / "README.md"
 PAGES = {
     path.relative_to(ROOT).as_posix(): path
     for path in (README, ROOT / "benchmarks" / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+}
+NOTEBOOKS = {
+    path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.glob("docs/tutorials/*.ipynb"))
 }
 BIN = Path(sys.executable).parent
 SECONDS = 600  # time limit of a block
@@ -243,9 +247,17 @@ def test_every_benchmark_is_on_its_page():
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES)
+def text_of(page: str) -> str:
+    """Returns a page, or the texts between the code of a notebook."""
+    if page in PAGES:
+        return PAGES[page].read_text()
+    cells = json.loads(NOTEBOOKS[page].read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS])
 def test_words_are_those_of_the_field(page):
-    text = PAGES[page].read_text()
+    text = text_of(page)
     found = [
         f"{page}:{text[: hit.start()].count(chr(10)) + 1}: {hit[0]}"
         for hit in re.finditer(rf"(?<![\w-])({UNCLEAR})(?![\w-])", text, re.IGNORECASE)
@@ -253,9 +265,9 @@ def test_words_are_those_of_the_field(page):
     assert not found
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS])
 def test_files_and_config_keys_that_a_page_names_exist(page):
-    text, config = PAGES[page].read_text(), default.get_config().to_dict()
+    text, config = text_of(page), default.get_config().to_dict()
     folders = "benchmarks|configs|docs|launch|meshtrain|tests|parallel"
     text = text.replace("configs/NAME.py", "")
     names = re.findall(rf"(?<![\w/.])(?:{folders})/[\w/.-]+\.(?:py|sh|md|json|txt|yaml)\b", text)

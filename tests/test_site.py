@@ -100,7 +100,7 @@ class Loads(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Returns the folder of the built site."""
-    for name in ("material", "mkdocstrings"):
+    for name in ("material", "mkdocstrings", "nbconvert"):
         if importlib.util.find_spec(name) is None:
             pytest.skip("needs the extra docs: bash launch/setup.sh docs")
     folder = tmp_path_factory.mktemp("site")
@@ -115,6 +115,8 @@ def site(tmp_path_factory):
 def test_the_site_builds_strictly_and_loads_nothing_from_other_hosts(site):
     pages = {path.relative_to(site).as_posix(): path for path in site.rglob("*.html")}
     assert {"index.html", "start.html", "reference/api.html", "project/overview.html"} <= {*pages}
+    notebook = pages["tutorials/first_model.html"].read_text()
+    assert 'src="first_model_' in notebook and 'href="layouts.html"' in notebook
     foreign = re.compile(r"^(https?:)?//")
     for name, path in pages.items():
         loads = Loads()

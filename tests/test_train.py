@@ -123,6 +123,15 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_workdir_may_be_next_to_the_current_folder(tmp_path, monkeypatch):
+    """TensorStore rejects a path with `..`."""
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    for steps in (1, 2):
+        assert train(quick(steps=steps), workdir="../run").step == steps
+    assert len(rows(tmp_path / "run")) == 2
+
+
 def test_a_run_resumes_on_another_mesh(tmp_path):
     def deeper(**options):
         c = quick(**options)

@@ -96,7 +96,7 @@ class AsyncWriter:
         if self._make_barriers:
             self._barriers = self._make_barriers(NUM_BARRIERS)
         with self._first_error():
-            self._orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(tree), force=True)
+            self._orbax.save(storage.absolute(folder), args=ocp.args.PyTreeSave(tree), force=True)
 
     def wait(self) -> None:
         """Waits until all processes have written their arrays; raises the first error."""
@@ -387,7 +387,7 @@ def _listed_files(directory: Path) -> Iterator[Path]:
     """Yields the folder of the arrays with only listed files: Orbax would read others too."""
     saved = manifest.read(directory)
     if not manifest.unlisted_files(directory, saved):
-        yield (directory / FOLDER).absolute()
+        yield storage.absolute(directory / FOLDER)
         return
     with storage.workdir_at(directory).only(directory, saved.files.keys()) as folder:
         yield folder / FOLDER

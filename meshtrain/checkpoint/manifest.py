@@ -381,7 +381,7 @@ ARRAY_METADATA = "zarr.json"  # the key in the store that describes an array
 
 def _store(directory: Path) -> storage.Spec:
     """Returns TensorStore's description of the arrays of a checkpoint."""
-    folder = {"driver": "file", "path": f"{directory.absolute()}/arrays/"}
+    folder = {"driver": "file", "path": f"{storage.absolute(directory)}/arrays/"}
     return storage.workdir_at(directory).array_store({"driver": "ocdbt", "base": folder})
 
 

@@ -1,4 +1,4 @@
-"""Writes the rows of metrics.jsonl to the caller, to TensorBoard or to Weights & Biases too."""
+"""Writes the rows of metrics.jsonl to the caller, to trackers and to a notebook's cell too."""
 
 import importlib.util
 import math
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, install_command
+from meshtrain.monitor import cell
 
 Row = dict[str, Any]
 RUN_ID = "wandb_run_id"  # file in the workdir, so that a resumed run continues its curves
@@ -39,6 +40,8 @@ def open_sinks(
         opened.append(_TensorBoard(workdir / "tensorboard"))
     if cfg.monitor.wandb:
         opened.append(_Wandb(cfg, workdir))
+    if cell.in_cell():
+        opened.append(cell.Cell(workdir))
     return opened
 
 

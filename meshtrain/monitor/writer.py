@@ -216,7 +216,8 @@ class Writer:
         if peak is not None:
             row["peak_memory"] = peak
         self._add_row(row)
-        self._show(row)
+        if not (self._bar and self._bar.shows_rows):
+            self._show(row)
         self._last_row_time = ended
         self._steps_since_row = 0
         self._waited_at_row = pending.waited

