@@ -24,7 +24,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
-from meshtrain.monitor import capacity, health, heldout, sinks, summary, warnings
+from meshtrain.monitor import capacity, health, heldout, memory, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.writer import Units, Writer, finite, units_of
 from meshtrain.program import Program, assemble, check_parameter_names
@@ -47,6 +47,7 @@ class Run:
     replica_check: health.ReplicaCheck
     loader: Loader
     units: Units
+    save_memory_profile: Callable[[int], None]  # of this step, which is a number of steps taken
     memory_advice: Any  # tools.hlo.oom_advice.MemoryAdvice
     stop_requested: Callable[[], bool]  # of any process; process 0 decides, on others it is False
     clock: progress.Clock
@@ -106,6 +107,7 @@ def open_run(
         parts = build(cfg, model=model, data=data)
         given_cfg = cfg
         cfg = with_steps(given_cfg, parts.train_data)
+        memory.check_profile(cfg, has_workdir=bool(workdir))
         program = assemble(cfg, parts)
         check_parameter_names(cfg, program.abstract_state.params)
         capacity.check_fits(cfg, parts.model, program.abstract_state)
@@ -266,6 +268,12 @@ def open_run(
         replica_check=replica_check,
         loader=loader,
         units=units,
+        save_memory_profile=functools.partial(
+            memory.save_profile,
+            workdir=opened_workdir,
+            event=writer.event,
+            log=writer.log,
+        ),
         memory_advice=memory_advice,
         stop_requested=stop_requested,
         clock=clock,

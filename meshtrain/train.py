@@ -192,7 +192,8 @@ def _loop(
         # Skipped steps have not changed the parameters: they are worth saving.
         is_ending = is_stopping or is_last or run.loss_monitor.failure is not None
         check_due = run.replica_check.due(step, saving=save_due or is_ending)
-        if is_ending or eval_due or save_due or check_due:
+        profile_due = step == cfg.monitor.memory_profile_step and step > run.first_step
+        if is_ending or eval_due or save_due or check_due or profile_due:
             writer.flush()
             if run.loss_monitor.failure is not None and not is_ending:
                 continue  # decide again, now that the last step is known to be one skip too many
@@ -208,6 +209,8 @@ def _loop(
             if check_due:
                 clock.enter("check")
                 run.replica_check.run(step, state)
+            if profile_due:
+                run.save_memory_profile(step)
             if is_ending:
                 return state, step
             evaluation: dict[str, float | None] | None = {}

@@ -277,7 +277,10 @@ def main():
 
 
 def save_devices(args, found: Devices) -> None:
-    """Measures on devices and saves the record; ends with exit code 1 if a case failed or is inefficient."""
+    """Measures on devices and saves the record.
+
+    Ends with exit code 1 if a case failed or is below --min-efficiency.
+    """
     results = record.about(args, devices=[found.kind] * found.count)
     results |= measure_devices(args, found)
     record.save(args.output, results, model=f"scaling-{results['model']}")
