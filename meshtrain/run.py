@@ -91,6 +91,7 @@ def open_run(
     workdir: str | Path | None = None,
     model: Model | None = None,
     data: Source | Iterable[Any] | None = None,
+    num_rows: int | None = None,
     eval_data: Source | Iterable[Any] | None = None,
     from_scratch: bool = False,
     on_metrics: Callable[[dict[str, Any]], None] | None = None,
@@ -98,15 +99,15 @@ def open_run(
     """Returns the open run and its first state, restored or initialised.
 
     `cfg` has its mesh on the devices of the job. `stack` closes what is opened, in reverse order;
-    mesh and rules are active until then. `stop` is set by a signal; `clock` records the phases. For
-    the other arguments see `train`.
+    mesh and rules are active until then. `stop` is set by a signal; `clock` records the phases.
+    `num_rows` are those of `loader.rows_of_epoch`. For the other arguments see `train`.
     """
     # ---- check and build, on all processes or on none; no computation, no file is touched ----
     with distributed.raise_on_all_processes():
         checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
         parts = build(cfg, model=model, data=data)
         given_cfg = cfg
-        cfg = with_steps(given_cfg, parts.train_data)
+        cfg = with_steps(given_cfg, parts.train_data, num_rows=num_rows)
         memory.check_profile(cfg, has_workdir=bool(workdir))
         program = assemble(cfg, parts)
         check_parameter_names(cfg, program.abstract_state.params)
@@ -168,7 +169,13 @@ def open_run(
     if saver and saved:
         num_steps = cfg.train.steps
         # With another batch size, train.epochs are other steps from here on.
-        cfg = with_steps(given_cfg, parts.train_data, step=first_step, position=position)
+        cfg = with_steps(
+            given_cfg,
+            parts.train_data,
+            num_rows=num_rows,
+            step=first_step,
+            position=position,
+        )
         program = _with_schedule(program, cfg, parts, num_steps)
         config_record = cfg.to_dict()
         saver.resume_with(config_record, saved)
