@@ -24,7 +24,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Source
 from meshtrain.models.base import Model
-from meshtrain.monitor import capacity, health, heldout, sinks, summary, warnings
+from meshtrain.monitor import capacity, health, heldout, memory, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.writer import Units, Writer, finite, units_of
 from meshtrain.program import Program, assemble, check_parameter_names
@@ -47,6 +47,7 @@ class Run:
     replica_check: health.ReplicaCheck
     loader: Loader
     units: Units
+    save_memory_profile: Callable[[int], None]  # of this step, which is a number of steps taken
     memory_advice: Any  # tools.hlo.oom_advice.MemoryAdvice
     stop_requested: Callable[[], bool]  # of any process; process 0 decides, on others it is False
     clock: progress.Clock
@@ -90,6 +91,7 @@ def open_run(
     workdir: str | Path | None = None,
     model: Model | None = None,
     data: Source | Iterable[Any] | None = None,
+    num_rows: int | None = None,
     eval_data: Source | Iterable[Any] | None = None,
     from_scratch: bool = False,
     on_metrics: Callable[[dict[str, Any]], None] | None = None,
@@ -97,8 +99,8 @@ def open_run(
     """Returns the open run and its first state, restored or initialised.
 
     `cfg` has its mesh on the devices of the job. `stack` closes what is opened, in reverse order;
-    mesh and rules are active until then. `stop` is set by a signal; `clock` records the phases. For
-    the other arguments see `train`.
+    mesh and rules are active until then. `stop` is set by a signal; `clock` records the phases.
+    `num_rows` are those of `loader.rows_of_epoch`. For the other arguments see `train`.
     """
     # ---- check and build, on all processes or on none; no computation, no file is touched ----
     with distributed.raise_on_all_processes():
@@ -106,7 +108,8 @@ def open_run(
         with console.progress("opening model and data", 0, stream="stdout"):
             parts = build(cfg, model=model, data=data)
         given_cfg = cfg
-        cfg = with_steps(given_cfg, parts.train_data)
+        cfg = with_steps(given_cfg, parts.train_data, num_rows=num_rows)
+        memory.check_profile(cfg, has_workdir=bool(workdir))
         program = assemble(cfg, parts)
         check_parameter_names(cfg, program.abstract_state.params)
         capacity.check_fits(cfg, parts.model, program.abstract_state)
@@ -167,7 +170,13 @@ def open_run(
     if saver and saved:
         num_steps = cfg.train.steps
         # With another batch size, train.epochs are other steps from here on.
-        cfg = with_steps(given_cfg, parts.train_data, step=first_step, position=position)
+        cfg = with_steps(
+            given_cfg,
+            parts.train_data,
+            num_rows=num_rows,
+            step=first_step,
+            position=position,
+        )
         program = _with_schedule(program, cfg, parts, num_steps)
         config_record = cfg.to_dict()
         saver.resume_with(config_record, saved)
@@ -268,6 +277,12 @@ def open_run(
         replica_check=replica_check,
         loader=loader,
         units=units,
+        save_memory_profile=functools.partial(
+            memory.save_profile,
+            workdir=opened_workdir,
+            event=writer.event,
+            log=writer.log,
+        ),
         memory_advice=memory_advice,
         stop_requested=stop_requested,
         clock=clock,

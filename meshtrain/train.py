@@ -15,7 +15,7 @@ from meshtrain import console, hardware
 from meshtrain.cluster import distributed, progress, runtime, signals
 from meshtrain.config.parse import on_devices, parse
 from meshtrain.config.schema import Config
-from meshtrain.data.loader import peek
+from meshtrain.data.loader import peek, rows_of_epoch
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import EXIT_PREEMPTED
 from meshtrain.models.base import Model, check_model
@@ -75,7 +75,7 @@ def train(
         runtime.initialize()
         with distributed.raise_on_all_processes():
             check_model(model)
-            cfg, data = _resolve(config, model, data)
+            cfg, data, num_rows = _resolve(config, model, data)
         # Handed on without names here: this frame, which an error holds, would hold the state.
         return _train(
             *open_run(
@@ -86,6 +86,7 @@ def train(
                 workdir=workdir,
                 model=model,
                 data=data,
+                num_rows=num_rows,
                 eval_data=eval_data,
                 from_scratch=from_scratch,
                 on_metrics=on_metrics,
@@ -97,21 +98,27 @@ def _resolve(
     config: Config | Mapping[str, Any],
     model: Model | None,
     data: Source | Iterable[Any] | None,
-) -> tuple[Config, Source | Iterable[Any] | None]:
-    """Returns the typed config, on the devices of this job, and the caller's data."""
+) -> tuple[Config, Source | Iterable[Any] | None, int | None]:
+    """Returns the typed config, on the devices of this job, the caller's data, and its rows.
+
+    These are `rows_of_epoch`.
+    """
     cfg = parse(config)
     if model is not None:
         cfg = cfg.of_own_model()
-    batch = None
+    batch, num_rows = None, None
     if data is not None:
         batch, data = peek(data)
+        # Of the other processes' own rows nothing is known here.
+        if not cfg.data.options.get("per_process"):
+            num_rows = rows_of_epoch(data, batch)
         cfg = cfg.of_own_data(seq_len=batch.tokens.shape[1] if isinstance(batch, Batch) else None)
     if cfg.mesh.auto:
         # Loaded when it is used: training starts without the planner.
         from meshtrain.tools.plan import auto
 
-        return auto.resolve(cfg, model=model, batch=batch), data
-    return on_devices(cfg, jax.device_count()), data
+        return auto.resolve(cfg, model=model, batch=batch), data, num_rows
+    return on_devices(cfg, jax.device_count()), data, num_rows
 
 
 def _train(run: Run, state: TrainState) -> Result:
@@ -198,7 +205,8 @@ def _loop(
         # Skipped steps have not changed the parameters: they are worth saving.
         is_ending = is_stopping or is_last or run.loss_monitor.failure is not None
         check_due = run.replica_check.due(step, saving=save_due or is_ending)
-        if is_ending or eval_due or save_due or check_due:
+        profile_due = step == cfg.monitor.memory_profile_step and step > run.first_step
+        if is_ending or eval_due or save_due or check_due or profile_due:
             writer.flush()
             if run.loss_monitor.failure is not None and not is_ending:
                 continue  # decide again, now that the last step is known to be one skip too many
@@ -214,6 +222,8 @@ def _loop(
             if check_due:
                 clock.enter("check")
                 run.replica_check.run(step, state)
+            if profile_due:
+                run.save_memory_profile(step)
             if is_ending:
                 return state, step
             evaluation: dict[str, float | None] | None = {}

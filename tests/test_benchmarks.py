@@ -212,6 +212,59 @@ def test_scaling_at_toy_size(tmp_path):
     assert [row["ideal"] for row in results["figures"]] == [2, pytest.approx(2 * 8 / 9)]
 
 
+ON_GPUS = [
+    {"layout": "data", "devices": 1, "efficiency %": 100.0},
+    {"layout": "fsdp", "devices": 2, "efficiency %": 79.0},
+    {"layout": "1f1b", "devices": 2, "efficiency %": 90.0},
+]
+ON_CORES = [
+    {"seconds per step": "data", "efficiency": 0.95},
+    {"seconds per step": "fsdp", "efficiency": 0.6},
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (["--toy", "--min-efficiency=0.85"], "fsdp on 2 devices 0.790"),
+        (["--toy", "--min-efficiency=0.95"], "fsdp on 2 devices 0.790, 1f1b on 2 devices 0.900"),
+        (["--processes=1", "--min-efficiency=0.85"], "fsdp 0.600"),
+        (["--processes=1", "--min-efficiency=0.6"], None),
+        (["--toy"], None),
+    ],
+)
+def test_scaling_ends_with_1_below_an_efficiency(flags, fault, tmp_path, monkeypatch, capsys):
+    found = devices.Devices("cpu", "cpu", 2, "float32", None)
+    monkeypatch.setattr(devices, "find", lambda: found)
+    monkeypatch.setattr(scaling.runtime, "simulate", lambda num_devices: None)
+    on_gpus = {"model": "toy", "cases": [], "figures": ON_GPUS}
+    monkeypatch.setattr(scaling, "measure_devices", lambda *_: on_gpus)
+    monkeypatch.setattr(scaling, "measure_speedups", lambda *_: {"figures": ON_CORES})
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *flags, f"--output={tmp_path}"])
+    if fault is None:
+        scaling.main()
+    else:
+        # Python prints a text as a line on stderr, and ends with exit code 1.
+        with pytest.raises(SystemExit, match=f"^efficiency below --min-.*=0.[89]5: {fault}$"):
+            scaling.main()
+    assert list(tmp_path.glob("scaling-*.json"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (["--min-efficiency=85"], "--min-efficiency=85: use a fraction from 0 to 1"),
+        (["--min-efficiency=nan"], "--min-efficiency=nan: use a fraction from 0 to 1"),
+        (["--min-efficiency=0.8", "--simulate"], "--simulate measures overhead"),
+    ],
+)
+def test_an_efficiency_that_cannot_be_compared_is_an_error(flags, fault, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *flags])
+    with pytest.raises(SystemExit, match="^2$"):
+        scaling.main()
+    assert fault in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_context_at_toy_size(tmp_path):

@@ -24,9 +24,9 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link
 SEARCHES = {
     "install": "start",
     "tutorial": "tutorial",
-    "notebook": "reference/api",
-    "jupyter": "reference/api",
-    "colab": "reference/api",
+    "notebook": "guides/notebooks",
+    "jupyter": "guides/notebooks",
+    "colab": "guides/notebooks",
     "bf16": "concepts/precision",
     "bfloat16": "concepts/precision",
     "mixed precision": "concepts/precision",

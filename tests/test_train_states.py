@@ -333,6 +333,7 @@ class RealStart:
             replica_check=self.replica_check,
             loader=Loader(position, self.plan.data_fails_at),
             units=Units("examples", 1, None),
+            save_memory_profile=lambda step: None,  # not asked for by the settings
             memory_advice=types.SimpleNamespace(memory_lines=lambda step: []),
             stop_requested=lambda: self.is_stopping,
             clock=clock,

@@ -19,6 +19,9 @@ other down, which parallelism cannot avoid. Efficiency is the speed-up divided b
 processes. The ideal speed-up of a pipeline is what its bubble leaves, times 3/4 if the backward
 pass runs the forward pass again (1f1b-inputs).
 
+With --min-efficiency=0.85 both end with exit code 1 if a row is below 0.85; the record is written
+before. The bubble of a pipeline counts.
+
 `--simulate` does not measure scaling: 1, 2, 4 and 8 simulated devices of one process share one core
 and one thread, and each has the same number of rows. T(n) / (n T(1)), the work-normalized overhead,
 is the cost of sharding the work and of collectives as copies within memory; 1 is no overhead. The
@@ -225,6 +228,13 @@ def main():
     parser.add_argument(
         "--toy", action="store_true", help="the measurement on GPUs, tiny and on CPU"
     )
+    parser.add_argument(
+        "--min-efficiency",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="end with exit code 1 if a row has a lower efficiency, such as 0.85",
+    )
     parser.add_argument("--devices", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -233,6 +243,13 @@ def main():
         if args.simulate:
             runtime.simulate(args.devices)
         return workers.serve(lambda: prepare(args))
+    if not 0 <= args.min_efficiency <= 1:
+        parser.error(f"--min-efficiency={args.min_efficiency:g}: use a fraction from 0 to 1")
+    if args.min_efficiency and args.simulate:
+        parser.error(
+            f"--min-efficiency={args.min_efficiency:g}: --simulate measures overhead, which is no "
+            f"efficiency; leave out one of them"
+        )
     if not (args.processes or args.simulate):
         os.environ |= devices.environment() | (devices.TOY if args.toy else {})
         found = devices.find()
@@ -254,16 +271,34 @@ def main():
         results |= measure_speedups(args, cores[: args.processes])
     kind = "overhead" if args.simulate else "scaling"
     record.save(args.output, results, model=f"{kind}-{llama.name_of(args)}")
+    if not args.simulate:
+        efficiencies = {row["seconds per step"]: row["efficiency"] for row in results["figures"]}
+        check_efficiency(efficiencies, args.min_efficiency)
 
 
 def save_devices(args, found: Devices) -> None:
-    """Measures on devices and saves the record; ends with exit code 1 if a case failed."""
+    """Measures on devices and saves the record.
+
+    Ends with exit code 1 if a case failed or is below --min-efficiency.
+    """
     results = record.about(args, devices=[found.kind] * found.count)
     results |= measure_devices(args, found)
     record.save(args.output, results, model=f"scaling-{results['model']}")
     failed = [case for case in results["cases"] if "error" in case]
     if failed:
         raise SystemExit(f"{len(failed)} of {len(results['cases'])} cases failed")
+    efficiencies = {
+        f"{row['layout']} on {row['devices']} devices": row["efficiency %"] / 100
+        for row in results["figures"]
+    }
+    check_efficiency(efficiencies, args.min_efficiency)
+
+
+def check_efficiency(efficiencies: dict[str, float], minimum: float) -> None:
+    """Ends with exit code 1, and one line, if the efficiency of a row is below the minimum."""
+    below = [f"{row} {value:.3f}" for row, value in efficiencies.items() if value < minimum]
+    if below:
+        raise SystemExit(f"efficiency below --min-efficiency={minimum:g}: {', '.join(below)}")
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def _read_config(
             raise ConfigError(*faults, *config_faults)
         return cfg
 
-    if not verb.needs_devices:
+    if not verb.needs_devices(args):
         return args, parse_for(None)
     cfg = None
     is_alone = _is_alone(args)

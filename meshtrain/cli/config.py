@@ -190,5 +190,5 @@ VERB = Verb(
     reads="config",
     config_is_optional=True,
     prepare=prepare,
-    needs_devices=False,
+    needs_devices=lambda args: False,
 )

@@ -46,7 +46,8 @@ class Verb:
     # The verb sets the mesh and the batch itself, so that those of the config need not fit the
     # devices.
     ignores_mesh: bool = False
-    needs_devices: bool = True  # of those that read a config; without them jax is not loaded
+    # Whether a verb that reads a config uses devices, by its flags; without them jax is not loaded.
+    needs_devices: Callable[[argparse.Namespace], bool] = lambda args: True
     reads_data: bool = False  # the data must exist before jax is loaded
     # Checks the flags and changes the config, a ConfigDict, before it is checked and jax is loaded.
     prepare: Callable[[argparse.Namespace, Any], None] | None = None

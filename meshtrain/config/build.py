@@ -68,18 +68,24 @@ def build(cfg: Config, *, model: Any = None, data: Any = None) -> RunParts:
     return RunParts(model, make_optimizer, data, heldout or None)
 
 
-def with_steps(cfg: Config, data: Any, *, step: int = 0, position: int = 0) -> Config:
+def with_steps(
+    cfg: Config, data: Any, *, num_rows: int | None = None, step: int = 0, position: int = 0
+) -> Config:
     """Returns the settings with the steps of `train.epochs`, including a partial last batch.
 
-    `data` is a Source, or an iterable of batches with a length. A run that resumes at `step`, with
-    sample `position`, takes as many more steps as the remaining samples need: the batches before
-    may have had another size. Raises ConfigError if the size of the data is not known.
+    `data` is a Source, or an iterable of batches with a length. The rows of an epoch of an
+    iterable are `num_rows`, see `loader.rows_of_epoch`, or as many as its batches can hold. A run
+    that resumes at `step`, with sample `position`, takes as many more steps as the remaining
+    samples need: the batches before may have had another size. Raises ConfigError if the size of
+    the data is not known.
     """
     if not (epochs := cfg.train.epochs):
         return cfg
     global_batch = cfg.train.global_batch
     if hasattr(data, "read"):
         size = data.size
+    elif num_rows:
+        size = num_rows
     else:
         size = len(data) * global_batch if hasattr(data, "__len__") else None
     if not size:

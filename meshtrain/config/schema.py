@@ -385,6 +385,10 @@ class HealthConfig:
 class MonitorConfig:
     tensorboard: bool = False
     wandb: str = ""
+    memory_profile_step: int = 0
+
+    def __post_init__(self):
+        _raise(minimum_faults(0, {"monitor.memory_profile_step": self.memory_profile_step}))
 
 
 @dataclass(frozen=True)

@@ -328,6 +328,9 @@ def get_config() -> ConfigDict:
     monitor.tensorboard = False
     # project of Weights & Biases to which they are also sent; needs the extra `wandb`; "": none
     monitor.wandb = ""
+    # number of steps after which each process writes what its devices hold, in the format of pprof,
+    # to WORKDIR/memory/STEP/rank-N.pprof; 0: never
+    monitor.memory_profile_step = 0
 
     config.hardware = hardware = Section()
     # peak FLOP/s of a device, by which the MFU divides; 0: the dense bfloat16 peak by the device's

@@ -241,6 +241,23 @@ def _num_local(cfg: Config, mesh: jax.sharding.Mesh) -> int:
 # ---- iterables ----
 
 
+def rows_of_epoch(data: Any, first: Any) -> int | None:
+    """Returns the rows of an epoch of an iterable whose first batch is `first`.
+
+    They are known of a list, and of a DataLoader of PyTorch. Returns None if they are not, or if
+    the length of the iterable decides: a short last batch with weights is a batch of its own.
+    """
+    if isinstance(data, Source) or has_weights(first):
+        return None
+    if isinstance(data, list | tuple):
+        return (len(data) - 1) * leading_dim(first) + leading_dim(data[-1]) or None
+    # With drop_last all batches are full; without a batch_size another sampler makes the batches.
+    batch_size, sampler = getattr(data, "batch_size", None), getattr(data, "sampler", None)
+    if not batch_size or getattr(data, "drop_last", True) or not hasattr(sampler, "__len__"):
+        return None
+    return len(sampler)
+
+
 def peek(data: Source | Iterable[Any] | None) -> tuple[Any, Source | Iterable[Any] | None]:
     """Returns a batch of the data, of any number of rows, and data that still has this batch.
 
@@ -266,7 +283,7 @@ def from_iterable(
     """Returns a Source that reads `batches`: pytrees of arrays (`global_batch`, ...).
 
     Batches are read in order. At the end, a list or another object with `__iter__` starts again.
-    The last batch before the end may have fewer rows: see `_padded`. A resumed run skips the first
+    The last batch before the end may have fewer rows: see `_epochs`. A resumed run skips the first
     `position` samples, so the iterable must yield the same batches in the same order on every
     iteration and on every process. With `num_local`, each process has its own batches, of
     `num_local` rows.
@@ -300,10 +317,13 @@ def from_iterable(
 
 
 def _epochs(batches: Iterable[Any], size: int, size_name: str) -> Iterator[tuple[Any, int]]:
-    """Yields batches of `size` rows, without end; the last one of an epoch is padded.
+    """Yields batches of `size` rows, without end, and their number of rows without padding.
 
-    Also yields the number of rows without padding. `size_name` describes the size in an error.
+    A short last batch of an epoch is padded if its rows have weights. Without weights, rows of the
+    next epoch follow in the same batch: no row is lost, and none counts twice in an epoch.
+    `size_name` describes the size in an error.
     """
+    rest: Any = None  # the latest rows, fewer than `size`, which have not been yielded
     for epoch in itertools.count():
         is_empty = True
         iterator = iter(batches)
@@ -317,8 +337,17 @@ def _epochs(batches: Iterable[Any], size: int, size_name: str) -> Iterator[tuple
                         f"data: a batch has {num_rows} rows, and {size_name}; only the last one of "
                         f"an epoch may be short"
                     )
-                batch = _padded(batch, num_rows, size, size_name)
-            yield batch, num_rows
+                if has_weights(batch):
+                    yield _padded(batch, num_rows, size), num_rows
+                    continue
+            if rest is not None:
+                batch = _joined(rest, batch)
+                num_rows = len(jax.tree.leaves(batch)[0])
+            if num_rows < size:
+                rest = batch
+                continue
+            yield jax.tree.map(lambda array: array[:size], batch), size
+            rest = jax.tree.map(lambda array: array[size:], batch) if num_rows > size else None
         if is_empty:
             raise ConfigError(
                 f"data: the iterable ended (in epoch {epoch}); give one that starts again (a list, "
@@ -342,17 +371,30 @@ def _num_rows(batch: Any, size: int, size_name: str) -> int:
     return num_rows
 
 
-def _padded(batch: Any, num_rows: int, size: int, size_name: str) -> Any:
+def leading_dim(batch: Any) -> int:
+    """Returns the leading dim of the first array of a batch; 0 if there is none."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)[:1]]
+    return shapes[0][0] if shapes and shapes[0] else 0
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Returns the rows of two batches as one; raises ConfigError if their arrays do not fit."""
+    try:
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), first, second)
+    except ValueError as error:
+        raise ConfigError(
+            f"data: the last batch of an epoch is short, and the first batch of the next epoch, "
+            f"which fills it, has other arrays: {error}; leave short batches out (drop_last=True), "
+            f"or {ADD_WEIGHTS}"
+        ) from error
+
+
+def _padded(batch: Any, num_rows: int, size: int) -> Any:
     """Returns the batch with `size` rows: its own repeated, with weight 0.
 
     Repeated rows are valid input, so that a loss times 0 has a gradient of 0. The weights are
-    `weights` of a Batch, or of a dict. Raises ConfigError if there are none.
+    `weights` of a Batch, or of a dict.
     """
-    if not has_weights(batch):
-        raise ConfigError(
-            f"data: the last batch has {num_rows} rows, and {size_name}; leave it out (drop_last), "
-            f"or {ADD_WEIGHTS}"
-        )
     rows = np.arange(size) % num_rows
     padded = jax.tree.map(lambda array: array[rows], batch)
     return _only_weights_of(padded, np.arange(size) < num_rows)

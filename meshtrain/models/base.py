@@ -143,6 +143,8 @@ OWN_NAMES = (
     "mfu",
     "eval_loss",
     "peak_memory",
+    "host_memory",
+    "peak_host_memory",
 )
 
 

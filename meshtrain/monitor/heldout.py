@@ -11,7 +11,7 @@ import numpy as np
 
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import Config
-from meshtrain.data.loader import ADD_WEIGHTS, has_weights, one_epoch, open_loader
+from meshtrain.data.loader import ADD_WEIGHTS, has_weights, leading_dim, one_epoch, open_loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.state import TrainState, evaluation_params
@@ -37,7 +37,30 @@ def fixed_batches(data: Any, cfg: Config, *, check: Callable[[Any], None] | None
     if check is not None:
         for batch in batches:
             check(batch)
-    return batches
+    return _without_short_batch(batches, cfg)
+
+
+def _without_short_batch(batches: list[Any], cfg: Config) -> list[Any]:
+    """Returns the batches without a short last one, unless it has weights and can be padded.
+
+    Raises ConfigError if there is no other.
+    """
+    size = cfg.train.global_batch
+    if per_process := cfg.data.options.get("per_process", False):
+        size //= distributed.num_processes()
+    is_short = 0 < leading_dim(batches[-1]) < size
+    is_left_out = is_short and not has_weights(batches[-1])
+    if per_process:
+        # All processes evaluate the same number of batches.
+        is_left_out = any(distributed.gather(is_left_out))
+    if not is_left_out:
+        return batches
+    if len(batches) == 1:
+        raise ConfigError(
+            f"eval_data: its only batch has fewer rows than train.global_batch="
+            f"{cfg.train.global_batch}; give more rows, or {ADD_WEIGHTS}"
+        )
+    return batches[:-1]
 
 
 def _counted_once(source: Source, global_batch: int) -> Source:

@@ -19,6 +19,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
+from meshtrain.monitor import memory
 from meshtrain.monitor.sinks import Sink
 from meshtrain.storage import Workdir
 
@@ -212,9 +213,10 @@ class Writer:
         if self._predicted:
             row["predicted_step_time"] = self._predicted
         row |= pending.evaluation
-        peak = peak_bytes_in_use()
+        peak = memory.peak_bytes_in_use()
         if peak is not None:
             row["peak_memory"] = peak
+        row |= memory.of_process()
         self._add_row(row)
         if not (self._bar and self._bar.shows_rows):
             self._show(row)
@@ -424,15 +426,6 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.0f}"
-
-
-def peak_bytes_in_use() -> int | None:
-    """Returns the most bytes that a device of this process has held; None if it is unknown."""
-    peaks = []
-    for device in jax.local_devices():
-        report = device.memory_stats() or {}
-        peaks.append(report.get("peak_bytes_in_use", 0))
-    return max(peaks, default=0) or None
 
 
 # ---- files ----

@@ -21,6 +21,7 @@ from meshtrain.configs import default
 from meshtrain.data import loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
+from meshtrain.models.base import Model
 from meshtrain.train import train
 from tests.lib.configs import quick, tiny_config
 from tests.lib.epochs import batches, linear, logged, rows, settings
@@ -224,6 +225,142 @@ def test_a_source_is_not_per_process():
     c.data.per_process = True
     with pytest.raises(ConfigError, match="data.per_process=True: the data is a Source"):
         train(c)
+
+
+class DataLoader:
+    """Like that of PyTorch with its defaults: it shuffles, and the last batch is short."""
+
+    def __init__(self, dataset, batch_size=8, drop_last=False, shuffle=True):
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.sampler = range(len(dataset["row"]))
+        self.random = np.random.default_rng(0) if shuffle else None
+
+    def __len__(self):
+        num_rows = len(self.sampler)
+        return num_rows // self.batch_size if self.drop_last else -(-num_rows // self.batch_size)
+
+    def __iter__(self):
+        order = np.array(self.sampler)
+        if self.random:
+            order = self.random.permutation(order)
+        for at in range(0, len(self) * self.batch_size, self.batch_size):
+            chosen = order[at : at + self.batch_size]
+            yield {name: column[chosen] for name, column in self.dataset.items()}
+
+
+def unweighted():
+    """Returns the model of `linear` with a loss that has no weights."""
+
+    def loss(params, batch, key):
+        losses = jnp.square(batch["x"] @ params["w"] - batch["y"])
+        return meshtrain.weighted(losses, row=batch["row"])
+
+    return Model(lambda key: {"w": jnp.zeros(4)}, {"w": ("embed",)}, loss=loss)
+
+
+def train_unweighted(c, data, **options):
+    found = []
+    result = train(c, model=unweighted(), data=data, on_metrics=found.append, **options)
+    return result, [row["row"] for row in found if "row" in row]
+
+
+def without_weights():
+    return {name: column for name, column in rows().items() if name != "weights"}
+
+
+def test_a_default_data_loader_trains_on_each_row_once_an_epoch(tmp_path):
+    """Without weights: the rows of the next epoch fill a short last batch."""
+    result, means = train_unweighted(settings(epochs=8.0), DataLoader(without_weights()))
+    # 8 epochs of 19 rows are 19 batches of 8.
+    assert result.step == len(means) == 19
+    assert sum(means) * 8 == pytest.approx(8 * sum(range(19)))
+    # A run that resumes reads the rows that are left.
+    first, before = train_unweighted(
+        settings(epochs=1.0), DataLoader(without_weights()), workdir=tmp_path
+    )
+    second, after = train_unweighted(
+        settings(epochs=8.0), DataLoader(without_weights()), workdir=tmp_path
+    )
+    assert (first.step, second.step) == (3, 19)
+    assert [*before, *after] == pytest.approx(means)
+    np.testing.assert_array_equal(second.state.params["w"], result.state.params["w"])
+
+
+@pytest.mark.parametrize(
+    ("data", "steps"),
+    [
+        (DataLoader(without_weights(), shuffle=False), 5),
+        (DataLoader(without_weights(), drop_last=True), 4),
+        ([*DataLoader(without_weights(), shuffle=False)], 5),
+        ([*DataLoader(rows(), shuffle=False)], 6),  # the weights pad it: a batch of its own
+    ],
+    ids=["data loader", "drop_last", "list", "weights"],
+)
+def test_the_steps_of_two_epochs_with_a_short_batch(data, steps):
+    first, data = loader.peek(data)
+    num_rows = loader.rows_of_epoch(data, first)
+    cfg = with_steps(parse(settings(epochs=2.0), num_devices=8), data, num_rows=num_rows)
+    assert cfg.train.steps == steps
+
+
+def test_a_short_held_out_batch_without_weights_is_left_out():
+    c = settings(steps=1)
+    c.eval.update(every=1, batches=3)
+    full = [*DataLoader(without_weights(), shuffle=False)]
+    losses = [
+        train_unweighted(c, full, eval_data=eval_data)[0].eval_loss
+        for eval_data in (full, full[:2], full[:1])
+    ]
+    assert losses[0] == losses[1] != losses[2]
+    with pytest.raises(ConfigError, match="eval_data: its only batch has fewer rows than train.gl"):
+        train_unweighted(c, full, eval_data=full[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_fill_short_batches_from_rows_of_their_own(tmp_path):
+    """One has 10 rows an epoch, the other 9: each reads its own rows without end."""
+    program = """
+import json, sys, jax
+sys.path[:0] = ["."]
+import jax.numpy as jnp
+import meshtrain
+from meshtrain.cluster import distributed
+from meshtrain.models.base import Model
+from meshtrain.train import train
+from tests.lib.epochs import batches, settings
+jax.config.update("jax_num_cpu_devices", 4)
+distributed.initialize()
+def loss(params, batch, key):
+    return meshtrain.weighted(jnp.square(batch["x"] @ params["w"] - batch["y"]), row=batch["row"])
+model = Model(lambda key: {"w": jnp.zeros(4)}, {"w": ("embed",)}, loss=loss)
+c = settings(steps=7)
+c.data.per_process = True
+own = batches(process=jax.process_index(), num_processes=2)
+for batch in own:
+    del batch["weights"]
+found = []
+train(c, model=model, data=own, on_metrics=found.append)
+if jax.process_index() == 0:
+    json.dump([row["row"] for row in found], open(sys.argv[1], "w"))
+"""
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
+    environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "found.json")],
+            cwd=ROOT,
+            env={**environ, "JAX_PROCESS_ID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    streams = []
+    for process in range(2):
+        epoch = np.concatenate([part["row"] for part in batches(process=process, num_processes=2)])
+        streams.append(np.resize(epoch, 28).reshape(7, 4))
+    found = json.loads((tmp_path / "found.json").read_text())
+    np.testing.assert_allclose(found, np.concatenate(streams, 1).mean(1), rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -141,9 +141,25 @@ def test_a_short_batch_of_tokens_has_weights_already():
     assert padded.tokens.shape == (8, 4) and padded.weights.sum(1).tolist() == [4] * 3 + [0] * 5
 
 
-def test_without_weights_a_short_last_batch_is_an_error():
-    with pytest.raises(ConfigError, match="last batch has 3 rows.*drop_last.*array `weights`"):
-        read(short_epoch(weights=False), 3)
+def test_without_weights_rows_of_the_next_epoch_fill_a_short_last_batch():
+    found = [batch["x"].tolist() for batch in read(short_epoch(weights=False), 19)]
+    assert found[2] == [16, 17, 18, 0, 1, 2, 3, 4] and found[4] == [13, 14, 15, 16, 17, 18, 0, 1]
+    # In 8 epochs each row counts 8 times, and the next one starts with a batch.
+    assert sum(found, []) == [*range(19)] * 8
+    (resumed,) = read(short_epoch(weights=False), 1, position=24)
+    assert resumed["x"].tolist() == found[3]
+    # An epoch may have fewer rows than a batch.
+    (first,) = read([{"x": np.arange(3)}], 1)
+    assert first["x"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_rows_of_other_shapes_cannot_fill_a_short_batch():
+    batches = [{"x": np.zeros((8, 5))}, {"x": np.zeros((3, 4))}]
+    with pytest.raises(
+        ConfigError, match="of an epoch is short.*other arrays.*drop_last=True"
+    ) as e:
+        read(batches, 2)
+    assert "\n" not in str(e.value)
 
 
 def test_a_short_batch_before_the_last_is_an_error():

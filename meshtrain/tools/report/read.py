@@ -28,6 +28,8 @@ OF_THE_RUN = {
     "mfu",
     "predicted_step_time",
     "peak_memory",
+    "host_memory",
+    "peak_host_memory",
     "eval_loss",
 }
 MAX_LINE_BYTES = 16 << 20  # of a table; a longer line, and what follows it, is left out

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.cluster import limits
 from meshtrain.config.schema import MeshConfig
-from meshtrain.monitor import writer
 from meshtrain.parallel.mesh import make_mesh
 from meshtrain.tools.hlo import activations, hlo, memory
 
@@ -91,14 +90,6 @@ def test_a_program_of_another_form_has_activations_among_its_temporaries(program
 def test_a_compiler_that_reports_nothing_has_no_memory(program):
     step = SimpleNamespace(memory_analysis=lambda: None)
     assert memory.memory_of(program, step) is None
-
-
-def test_the_peak_in_use_is_that_of_the_fullest_device(monkeypatch):
-    assert writer.peak_bytes_in_use() is None  # CPU devices report nothing
-    reports = [{"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}, None]
-    devices = [SimpleNamespace(memory_stats=lambda one=one: one) for one in reports]
-    monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert writer.peak_bytes_in_use() == 7
 
 
 def test_kept_arrays_are_computed_in_the_forward_and_read_in_the_backward_pass():

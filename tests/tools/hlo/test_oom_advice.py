@@ -16,7 +16,7 @@ from meshtrain.cluster import limits
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.errors import OutOfMemory
-from meshtrain.monitor import writer
+from meshtrain.monitor import memory as memory_in_use
 from meshtrain.program import Program, assemble
 from meshtrain.tools.audit import audit
 from meshtrain.tools.hlo import memory
@@ -192,7 +192,7 @@ def test_a_step_that_does_not_fit_is_audited_with_the_ways_out(tiny, monkeypatch
 @pytest.mark.slow
 def test_a_run_that_may_not_fit_logs_the_ways_out_and_goes_on(tiny, monkeypatch, capsys, tmp_path):
     tiny.train.steps = 1
-    monkeypatch.setattr(writer, "peak_bytes_in_use", lambda: 7)
+    monkeypatch.setattr(memory_in_use, "peak_bytes_in_use", lambda: 7)
     monkeypatch.setattr(memory, "_capacity", lambda *_: 8000.0)
     assert train.train(tiny, workdir=tmp_path).step == 1
     assert '"peak_memory": 7' in (tmp_path / "metrics.jsonl").read_text()

@@ -19,6 +19,7 @@
     { title: "MFU", names: ["mfu"], factor: 100, note: "%", missing: "the peak of the devices is not known" },
     { title: "Time of a step", names: ["step_time", "data_wait", "predicted_step_time"], factor: 1000, note: "ms" },
     { title: "Peak memory of a device", names: ["peak_memory"], factor: 1e-9, note: "GB", missing: "the devices do not report it" },
+    { title: "Memory of process 0", names: ["host_memory", "peak_host_memory"], factor: 1e-9, note: "GB, on its host", missing: "the system does not report it" },
   ];
   const HIDDEN = ["tokens", "skipped"];
   // kinds of events that are marked: colour, letter above the charts
