@@ -123,7 +123,12 @@ def initialize(
         if flags == (None, None, None):
             # Before the variables: a worker has those of the launcher that started Ray on its host.
             flags = ray_worker.flags() or flags
-        process = environment.process_info(os.environ, flags)
+        try:
+            process = environment.process_info(os.environ, flags)
+        except ConfigError:
+            # A launcher has started several processes, and some of its variables are missing.
+            _end_at_once_if_failed()
+            raise
         if process:
             _end_at_once_if_failed()
         if xla_bridge.backends_are_initialized() and (process or simulate_devices is not None):

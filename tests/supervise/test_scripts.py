@@ -329,3 +329,12 @@ def test_a_mistake_in_a_script_is_one_line_and_is_not_restarted(change, fault, s
     code, output = run([*LAUNCH, "--", faulty, "--steps=2"])
     assert code == 2, output
     assert fault in output and "Traceback" not in output
+
+
+def test_variables_of_a_launcher_that_are_missing_are_one_line():
+    command = [sys.executable, "-c", "import meshtrain; meshtrain.initialize()"]
+    environ = {**os.environ, "RANK": "1"}
+    found = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert found.returncode == 2, found.stderr
+    assert found.stderr.startswith("RANK=1: WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set")
+    assert found.stderr.count("\n") == 1
