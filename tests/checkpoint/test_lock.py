@@ -50,6 +50,18 @@ def test_a_second_run_in_a_workdir_is_rejected_while_the_first_is_alive(tmp_path
         pass
 
 
+def test_the_file_is_closed_if_another_run_has_the_lock(tmp_path):
+    path = tmp_path / storage.LOCK
+    first, second = (FileLock(path, name="runs/a", log=print) for _ in range(2))
+    assert first.acquire() == ""
+    try:
+        num_open = len(os.listdir("/proc/self/fd"))
+        assert "another run is in it" in second.acquire()
+        assert len(os.listdir("/proc/self/fd")) == num_open
+    finally:
+        first.release()
+
+
 def no_locks(handle, operation):
     raise OSError(errno.ENOLCK, "No locks available")
 

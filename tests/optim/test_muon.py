@@ -62,6 +62,15 @@ def test_each_device_orthogonalizes_its_share_and_the_cost_is_that_of_the_progra
     assert sum(one.bytes for one in found) == pytest.approx(cost.num_bytes)
 
 
+def test_the_cost_on_one_device_is_that_of_its_formula():
+    rules = default.get_config().rules
+    sizes = dict.fromkeys(("data", "fsdp", "expert", "pipeline", "context", "tensor"), 1)
+    shapes = {"up": shapes_of(3)["up"], "bias": shapes_of(3)["bias"]}
+    cost = muon.cost(shapes, {name: AXES[name] for name in shapes}, rules, sizes, num_steps=5)
+    # Five iterations of three matrices (64, 96); a vector has none.
+    assert cost == (5 * 3 * (4 * 64**2 * 96 + 2 * 64**3), 0)
+
+
 def test_a_route_moves_one_axis_at_a_time_to_complete_matrices_on_every_mesh():
     """An axis is gathered only if no stacked dim can take it, and shards no dim unevenly."""
     rules = default.get_config().rules
