@@ -1,5 +1,7 @@
 """A step uses each random key once: for one draw, or to make other keys."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -118,6 +120,23 @@ def test_an_adapter_and_the_model_draw_different_numbers():
     params = lora(model, rank=16, alpha=16, targets=("*",)).init(jax.random.key(0))
     numbers = [np.ravel(leaf) for leaf in jax.tree.leaves(params) if np.any(leaf)]
     assert len(numbers) == 4
+    correlations = np.corrcoef(numbers) - np.eye(4)
+    assert np.abs(correlations).max() < 5 / np.sqrt(numbers[0].size)
+
+
+def test_an_adapter_draws_other_numbers_than_a_model_that_folds_in_the_same_ones():
+    """A model may draw its second parameter of part 0 from fold_in(fold_in(key, 0), 1)."""
+
+    def init(key):
+        part = jax.random.fold_in(key, 0)
+        names = ("down", "up")  # in the order of the layers of the adapter
+        kernels = [jax.random.normal(jax.random.fold_in(part, n), (64, 16)) for n in range(2)]
+        return {name: {"kernel": kernel} for name, kernel in zip(names, kernels, strict=True)}
+
+    model = meshtrain.from_nnx(Square, lambda net, batch: None)
+    model = dataclasses.replace(model, init=init)
+    params = lora(model, rank=16, alpha=16, targets=("*",)).init(jax.random.key(0))
+    numbers = [np.ravel(leaf) for leaf in jax.tree.leaves(params) if np.any(leaf)]
     correlations = np.corrcoef(numbers) - np.eye(4)
     assert np.abs(correlations).max() < 5 / np.sqrt(numbers[0].size)
 

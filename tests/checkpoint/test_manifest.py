@@ -150,6 +150,15 @@ def test_a_manifest_of_an_older_or_newer_version_is_read(workdir):
     assert events(workdir, "restore")[-1]["step"] == 6 and not events(workdir, "quarantine")
 
 
+def test_a_setting_that_json_does_not_have_is_written_as_text(workdir):
+    """A config file may have a path, or a type."""
+    directory = checkpoints(workdir) / "6"
+    saved = manifest.verify(directory)
+    config = {**saved.config, "own": {"path": directory, "steps": 3}}
+    manifest.write(directory, dataclasses.replace(saved, config=config))
+    assert manifest.verify(directory).config["own"] == {"path": str(directory), "steps": 3}
+
+
 def test_a_checksum_covers_all_blocks_of_a_file(tmp_path):
     content = random.Random(0).randbytes(2 * manifest.BLOCK_BYTES + 1)
     (tmp_path / "a").write_bytes(content)

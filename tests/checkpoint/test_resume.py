@@ -161,6 +161,17 @@ def test_keys_that_another_version_did_not_have_count_as_their_defaults(finished
     assert found == {"train.an_old_key": [3, None]}
 
 
+def test_only_changes_of_the_asked_keys_are_reported(finished, text):
+    saved = saved_of(finished)
+    config = text_config(text)
+    config.train.log_every, config.eval.every = 7, 9
+    settings = parse(config, num_devices=8).to_dict()
+    both = resume.check(saved, settings, saved.identity, source=finished)
+    assert {"train.log_every", "eval.every"} <= both.keys()
+    found = resume.check(saved, settings, saved.identity, source=finished, only=("train.*",))
+    assert "train.log_every" in found and "eval.every" not in found
+
+
 def test_other_tokens_or_another_tokenizer_are_rejected(finished, text):
     identity = dict(saved_of(finished).identity)
     assert identity["data"] and identity["tokenizer"] == tokenizer.BYTES

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -144,6 +145,24 @@ def test_the_description_has_the_filled_fraction_of_the_rows(tmp_path):
     source = build(write(tmp_path / "a", documents((6, 6, 2))), packing="best_fit")
     assert source.size == 2 and "3 documents" in source.description
     assert "2 rows of 8, 87.50% filled" in source.description
+
+
+def test_a_cache_file_is_made_in_its_folder(tmp_path, monkeypatch):
+    """On another file system it could not be moved into its place."""
+    folders = []
+    mkstemp = tempfile.mkstemp
+
+    def recorded(dir, **options):
+        folders.append(dir)
+        return mkstemp(dir=dir, **options)
+
+    monkeypatch.setattr(tempfile, "mkstemp", recorded)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    packing._write_cache(str(tmp_path / "data" / "a.npy"), np.arange(3))
+    packing._write_cache("b.npy", np.arange(3))
+    assert folders == [str(tmp_path / "data"), "."]
+    assert np.load("b.npy").tolist() == np.load("data/a.npy").tolist() == [0, 1, 2]
 
 
 def test_the_packing_is_cached_and_a_corrupt_cache_file_is_replaced(tmp_path, monkeypatch):

@@ -105,6 +105,15 @@ def test_a_mask_is_that_of_the_reference():
     assert of_rows.shape == (4, 5) and not np.array_equal(of_rows, found[:, 0])
 
 
+def test_sites_of_a_model_and_of_an_adapter_have_masks_of_their_own():
+    """An adapter counts its sites from 2**16."""
+    x = jnp.ones((4, 6, 50))
+    first, second = (
+        meshtrain.dropout(x, {"row_keys": KEYS}, rate=0.5, site=site) for site in (2, 2**16 + 2)
+    )
+    assert 0.4 < np.mean(first != second) < 0.6
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_is_kept_is_divided_in_float32(dtype):
     """In bfloat16, 1 - 0.1 would be 0.8984."""

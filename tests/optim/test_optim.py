@@ -87,6 +87,15 @@ def test_adamw_equals_its_formula_and_decays_only_the_selected_parameters(x64):
     assert optimizer_laws.updates({**section, "build": "meshtrain.optim.base:adamw"}) is None
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_numbers_of_every_dtype_are_rounded_to_a_neighbour_in_bfloat16(dtype, x64):
+    x = jnp.linspace(1, 2, 1000).astype(dtype)
+    rounded = optim.round_to(x, jnp.bfloat16, jnp.uint32(3))
+    assert rounded.dtype == jnp.bfloat16
+    errors = rounded.astype(jnp.float64) - x
+    assert -(2**-7) < errors.min() < -(2**-9) and 2**-9 < errors.max() < 2**-7
+
+
 def test_every_schedule_follows_its_formula_far_beyond_its_end(x64):
     section = default.get_config().optim.to_dict()
     for decay_fraction, final_fraction in ((0.2, 0.1), (0.1, 0.3), (0.0, 0.0), (1.0, 1.0)):

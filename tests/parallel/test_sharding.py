@@ -116,6 +116,15 @@ def test_constrain_is_the_identity_without_a_mesh():
     assert sharding.constrain(x, "no such", "name") is x
 
 
+def test_without_rules_tokens_are_in_one_slice():
+    assert sharding.token_slices(("fsdp", "context"), 8) == ((), 1, 1)
+    with jax.set_mesh(mesh.make_mesh(fsdp=4, context=2)):
+        assert sharding.token_slices(("fsdp", "context"), 8) == ((), 1, 1)
+        with sharding.use_rules([("batch", "fsdp"), ("seq", "context")]):
+            expected = (("fsdp", "context"), 4, 2)
+            assert sharding.token_slices(("fsdp", "context"), 8) == expected
+
+
 def test_constrain_follows_the_innermost_rules():
     with jax.set_mesh(mesh.make_mesh(fsdp=4, tensor=2)), sharding.use_rules([("a", "fsdp")]):
         with sharding.use_rules([("a", "tensor")]):
