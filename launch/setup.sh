@@ -57,7 +57,7 @@ make_venv() {
     fi
 }
 
-wanted="$root $(<"$root/pyproject.toml")" # an editable install depends on its path
+wanted="compat $root $(<"$root/pyproject.toml")" # an editable install depends on its path
 if ! usable; then
     make_venv
 elif [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
@@ -70,6 +70,7 @@ if command -v uv >/dev/null; then
 else
     install=("$python" -m pip install --disable-pip-version-check)
 fi
-"${install[@]}" --quiet --editable "$root${extras:+[$extras]}" >&2
+# compat: in the folder around a clone of the name meshtrain, Python would take the clone for the package.
+"${install[@]}" --quiet --config-settings editable_mode=compat --editable "$root${extras:+[$extras]}" >&2
 printf '%s' "$wanted" >"$stamp"
 echo "$python"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 LOG = "log.txt"  # in a workdir
+QUIET_VARIABLE = "MESHTRAIN_QUIET"  # "1": the supervisor asks for no progress
 LOG_VARIABLE = "MESHTRAIN_LOG"  # path of the log that the supervisor writes of this process
 MAX_KEPT = 1 << 16  # last bytes of lost output that are kept until there is a log file
 ERASE = b"\r\x1b[K"  # a terminal's line
@@ -202,7 +203,7 @@ def quiet(is_quiet: bool = True) -> Iterator[None]:
     """Leaves out bars and lines of progress during the context: faults and results stay."""
     global _is_quiet
     before = _is_quiet
-    _is_quiet = is_quiet
+    _is_quiet = before or is_quiet
     try:
         yield
     finally:

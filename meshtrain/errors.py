@@ -91,9 +91,13 @@ def lost_process_fault(error: BaseException) -> str | None:
     )
 
 
-# What Gloo (CPU), NCCL (GPU) and jax's coordination service say.
+# What Gloo (CPU), NCCL (GPU) and jax's coordination service say, after the code of a status of
+# XLA: an error of the user's own may have such words too.
 LOST_PROCESS = re.compile(
-    r"Gloo [\w-]+ failed|remote process (has )?exited|CoordinationServiceError|heartbeat timeout"
+    r"\A(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+    r".*(Gloo [\w-]+ failed|remote process (has )?exited|CoordinationServiceError|"
+    r"heartbeat timeout)",
+    re.DOTALL,
 )
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 OS_ERROR_CODE = re.compile(r"os_error_code='(\d{1,4})'")

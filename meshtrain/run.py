@@ -243,6 +243,8 @@ def open_run(
     if saved:
         writer.event("restore", step=first_step, position=position, mesh=saved.mesh)
         writer.progress(f"restored step {first_step} from {folder}")
+        if line := memory.missed_profile(cfg, first_step, folder):
+            writer.log(line)
     if state is None:
         load = None
         if init_source:

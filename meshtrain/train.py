@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -68,6 +69,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(cell.memory_freed())
         stack.enter_context(console.guarded())
+        stack.enter_context(console.quiet(os.environ.get(console.QUIET_VARIABLE) == "1"))
         # From here on a signal asks the run to stop and save; before, it would end the process.
         stop = stack.enter_context(signals.stop_event())
         clock = stack.enter_context(contextlib.closing(progress.Clock()))
@@ -175,7 +177,7 @@ def _train(run: Run, state: TrainState) -> Result:
     )
     writer.log(final_line)
     if is_finished and run.folder:
-        next_line = summary.next_line(cfg, run.program.model, run.data, run.folder)
+        next_line = summary.next_line(cfg, run.program.model, run.data, run.folder, step)
         writer.progress(next_line)
     return Result(state, step, eval_loss, interrupted=not is_finished)
 

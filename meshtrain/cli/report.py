@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         _write(args.output, text)
         steps = sum(run.metrics.num_rows for run in runs)
         size = args.output.stat().st_size
-        console.say(f"written {args.output}: {len(runs)} runs, {steps:,} rows, {size:,} bytes")
+        number = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+        console.say(f"written {args.output}: {number}, {steps:,} rows, {size:,} bytes")
         return 0
     port = DEFAULT_PORT if args.port is None else args.port
     server, address = serve.server(lambda: page.data_of(runs, args.verdict), port)

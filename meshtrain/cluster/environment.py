@@ -214,7 +214,8 @@ def _launcher_address(
             f"{', '.join(missing)} not set; set {JAX_VARIABLES[0]}=HOST:PORT"
         )
     _check_host(host, f"{host_variable}={environ.get(host_variable, host)}")
-    port = _parse_port(placement.port, f"{port_variable}={environ.get(port_variable)}")
+    given = f"{port_variable}={environ.get(port_variable)}"
+    port = _parse_port(placement.port, given, "use a port")
     return host, port
 
 
@@ -226,7 +227,7 @@ def _split_address(address: str, label: str) -> tuple[str, int]:
     if not host:
         raise ConfigError(f"{label}={address}: use HOST:PORT")
     _check_host(host, f"{label}={address}")
-    return host, _parse_port(port, f"{label}={address}")
+    return host, _parse_port(port, f"{label}={address}", "use HOST:PORT, with a port")
 
 
 def _check_host(host: str, given: str) -> None:
@@ -237,9 +238,9 @@ def _check_host(host: str, given: str) -> None:
         raise ConfigError(f"{given}: use a host name or an IP address")
 
 
-def _parse_port(port: str, given: str) -> int:
+def _parse_port(port: str, given: str, remedy: str) -> int:
     if not (launchers.is_number(port) and 0 < int(port) < 65536):
-        raise ConfigError(f"{given}: use HOST:PORT, with a port from 1 to 65535")
+        raise ConfigError(f"{given}: {remedy} from 1 to 65535")
     return int(port)
 
 

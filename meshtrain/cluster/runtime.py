@@ -112,8 +112,9 @@ def initialize(
     one. If jax has joined the processes already, as engines do, that is kept. May be called again.
 
     `simulate_devices` is a number of CPU devices to simulate in this process; `join_seconds` is how
-    long to wait for the other processes. With several processes, an error that nothing catches ends
-    this one at once, after its traceback (for a ConfigError one line, and exit code 2).
+    long to wait for the other processes. A ConfigError that nothing catches ends a script with one
+    line for each fault and exit code 2, and with several processes any other error ends this one at
+    once, after its traceback.
 
     Raises ConfigError if the description is wrong, a process is missing after `join_seconds`, or
     jax has started its devices without the other processes.
@@ -123,14 +124,12 @@ def initialize(
         if flags == (None, None, None):
             # Before the variables: a worker has those of the launcher that started Ray on its host.
             flags = ray_worker.flags() or flags
-        try:
-            process = environment.process_info(os.environ, flags)
-        except ConfigError:
-            # A launcher has started several processes, and some of its variables are missing.
-            _end_at_once_if_failed()
-            raise
+        _end_in_one_line()
+        process = environment.process_info(os.environ, flags)
         if process:
-            _end_at_once_if_failed()
+            # On SIGUSR1, print the stacks of all threads, even in a stuck process: the supervisor
+            # sends it.
+            faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
         if xla_bridge.backends_are_initialized() and (process or simulate_devices is not None):
             what = f"simulate_devices={simulate_devices}"
             if process:
@@ -163,28 +162,28 @@ def _join_and_setup(
     _log_unused_adapters(flags)
 
 
-def _end_at_once_if_failed() -> None:
-    """Makes an error that nothing catches end this process, without waiting for the others.
+@functools.cache  # once
+def _end_in_one_line() -> None:
+    """Makes an error that nothing catches end this script without waiting for other processes.
 
-    At a normal exit jax waits for them, and they may be waiting for this one.
+    At a normal exit jax waits for them, and they may be waiting for this one. A ConfigError is
+    printed as one line for each fault.
     """
-    # On SIGUSR1, print the stacks of all threads, even in a stuck process: the supervisor sends it.
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     print_error = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        code = EXIT_FAILED
         if isinstance(error, ConfigError):
             console.say(*map(console.line_of, error.faults), stream="stderr")
             may_pass = isinstance(error, TransientError) and progress.VARIABLE in os.environ
             code = EXIT_FAILED if may_pass else EXIT_USER
-            distributed.exit_failed_process(code, wait_for_others=True)
-            sys.stderr.flush()
-            os._exit(code)  # it has not joined the others
-        if fault := lost_process_fault(error):
+        elif distributed.num_processes() > 1 and (fault := lost_process_fault(error)):
             console.say(fault, stream="stderr")
         else:
             print_error(kind, error, trace)
-        distributed.exit_failed_process(EXIT_FAILED, wait_for_others=False)
+        distributed.exit_failed_process(code, wait_for_others=isinstance(error, ConfigError))
+        if not hasattr(sys, "ps1"):  # else a person types the lines of this process
+            sys.exit(code)
 
     sys.excepthook = end
 

@@ -43,24 +43,27 @@ def fixed_batches(data: Any, cfg: Config, *, check: Callable[[Any], None] | None
 def _without_short_batch(batches: list[Any], cfg: Config) -> list[Any]:
     """Returns the batches without a short last one, unless it has weights and can be padded.
 
-    Raises ConfigError if there is no other.
+    Raises ConfigError if there is no other, or if processes have different numbers of batches.
     """
     size = cfg.train.global_batch
     if per_process := cfg.data.options.get("per_process", False):
         size //= distributed.num_processes()
     is_short = 0 < leading_dim(batches[-1]) < size
-    is_left_out = is_short and not has_weights(batches[-1])
-    if per_process:
-        # All processes evaluate the same number of batches.
-        is_left_out = any(distributed.gather(is_left_out))
-    if not is_left_out:
-        return batches
-    if len(batches) == 1:
+    if is_short and not has_weights(batches[-1]):
+        batches = batches[:-1]
+    counts = distributed.gather(len(batches)) if per_process else [len(batches)]
+    if not all(counts):
         raise ConfigError(
             f"eval_data: its only batch has fewer rows than train.global_batch="
             f"{cfg.train.global_batch}; give more rows, or {ADD_WEIGHTS}"
         )
-    return batches[:-1]
+    if len(set(counts)) > 1:
+        # All processes take part in the evaluation of each batch.
+        raise ConfigError(
+            f"eval_data: the processes have {', '.join(map(str, counts))} batches; give each the "
+            f"same number"
+        )
+    return batches
 
 
 def _counted_once(source: Source, global_batch: int) -> Source:

@@ -45,7 +45,7 @@ def of_process() -> dict[str, int]:
 
 
 def check_profile(cfg: Config, *, has_workdir: bool) -> None:
-    """Raises ConfigError if the step of the profile is never reached, or has no place for it."""
+    """Raises ConfigError if the step of the profile is after the last one, or has no place."""
     step = cfg.monitor.memory_profile_step
     if not step:
         return
@@ -61,6 +61,17 @@ def check_profile(cfg: Config, *, has_workdir: bool) -> None:
         )
     if faults:
         raise ConfigError(*faults)
+
+
+def missed_profile(cfg: Config, first_step: int, folder: Path) -> str | None:
+    """Returns a line if a run that starts at `first_step` is past the step of its profile.
+
+    And no earlier part of it, in the same folder, has written the profile.
+    """
+    step = cfg.monitor.memory_profile_step
+    if not 0 < step <= first_step or (folder / MEMORY / str(step)).exists():
+        return None
+    return f"no memory profile: the run starts at step {first_step}, after step {step}"
 
 
 def save_profile(

@@ -1,6 +1,9 @@
 """Returns the lines that a run logs before it compiles, and its last line."""
 
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,17 +153,29 @@ def final_line(
     return line
 
 
-def next_line(cfg: Config, model: Model, data: Any, workdir: Path) -> str:
-    """Returns what can be done with a run that is done, as commands."""
+def next_line(cfg: Config, model: Model, data: Any, workdir: Path, step: int) -> str:
+    """Returns what can be done with a run that is done after `step` steps, as commands."""
     folder = shlex.quote(str(workdir))
-    parts = [f"meshtrain report {folder}"]
+    program = _program()
+    parts = [f"{program} report {folder} --output=report.html"]
     # Text can be generated if the config names the model, and the data has a tokenizer.
-    can_generate = cfg.model.build != schema.OWN_MODEL and model.cached_block is not None
+    is_own = cfg.model.build == schema.OWN_MODEL
+    can_generate = not is_own and model.cached_block is not None
     if can_generate and isinstance(data, Source) and data.identity.get("tokenizer"):
         chat = " --chat" if cfg.data.build == CHAT_BUILD else ""
-        parts.append(f"meshtrain generate --workdir={folder}{chat} --prompt=TEXT")
+        parts.append(f"{program} generate --workdir={folder}{chat} --prompt=TEXT")
+    # A script of the user's own has its own flags.
+    prefix = "" if is_own or not isinstance(data, Source) else "--config."
     if cfg.train.epochs:
-        parts.append(f"train.epochs={2 * cfg.train.epochs:g} continues it")
-    elif cfg.train.steps:
-        parts.append(f"train.steps={2 * cfg.train.steps} continues it")
+        parts.append(f"{prefix}train.epochs={2 * cfg.train.epochs:g} continues it")
+    elif step:
+        parts.append(f"{prefix}train.steps={2 * step} continues it")
     return f"next: {' · '.join(parts)}"
+
+
+def _program() -> str:
+    """Returns how a shell starts meshtrain: by its name, or by a path if that is not on PATH."""
+    path = Path(sys.executable).with_name("meshtrain")
+    if shutil.which("meshtrain") or not path.exists():
+        return "meshtrain"
+    return shlex.quote(os.path.relpath(path))

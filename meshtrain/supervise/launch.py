@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshtrain import storage
+from meshtrain import console, storage
 from meshtrain.cluster import environment, launchers
 from meshtrain.config import checks
 from meshtrain.errors import EXIT_USER, ConfigError
@@ -60,7 +60,7 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
     if not may_train:
         s = dataclasses.replace(s, grace=0.1)  # nothing to save
     command = program or [sys.executable, "-m", "meshtrain", *arguments]
-    environ = _environment()
+    environ = _environment(quiet=s.quiet)
     if s.simulate_devices and program:
         environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(s.simulate_devices)}
     elif s.simulate_devices:
@@ -72,8 +72,8 @@ def launch(arguments: Sequence[str], **settings: Any) -> int:
         command.append(f"--simulate_devices={s.simulate_devices}")
         if s.force:
             command.append("--force")
-    if may_train and not program:
-        command += _flags_of_train(s)
+    if s.min_nproc and may_train and not program:
+        command.append("--elastic")
 
     # The logs of the processes are in the workdir, before one of them has checked it.
     folders = Folders(workdir.folder if workdir else None)
@@ -163,16 +163,6 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_known_args(arguments)[0]
 
 
-def _flags_of_train(s: Settings) -> list[str]:
-    """Returns what the settings ask of processes that train."""
-    flags = []
-    if s.min_nproc:
-        flags.append("--elastic")
-    if s.quiet:
-        flags.append("--quiet")
-    return flags
-
-
 def _check_no_ranks(flags: argparse.Namespace) -> None:
     for name in launchers.FLAGS:
         if value := getattr(flags, name.removeprefix("--")):
@@ -190,10 +180,12 @@ def _check_num_devices(flags: argparse.Namespace, min_nproc: int | None) -> None
         )
 
 
-def _environment() -> dict[str, str]:
+def _environment(*, quiet: bool) -> dict[str, str]:
     """Returns the environment of the processes; for a restart all compilations are cached."""
     environ = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ}
     environ.pop(messages.SECRET_VARIABLE, None)  # only supervisors need it
+    if quiet:
+        environ[console.QUIET_VARIABLE] = "1"
     return environ
 
 

@@ -15,6 +15,7 @@ import pytest
 import meshtrain
 from meshtrain.checkpoint import manifest, resume
 from meshtrain.cli import app
+from meshtrain.cluster import distributed
 from meshtrain.config.build import with_steps
 from meshtrain.config.parse import parse
 from meshtrain.configs import default
@@ -22,6 +23,7 @@ from meshtrain.data import loader
 from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
+from meshtrain.monitor import heldout
 from meshtrain.train import train
 from tests.lib.configs import quick, tiny_config
 from tests.lib.epochs import batches, linear, logged, rows, settings
@@ -435,3 +437,29 @@ def test_a_recipe_of_the_guide_trains(package, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "done: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("rows", "number_of_others", "expected"),
+    [
+        ([4, 4], 2, 2),
+        ([4, 4, 2], 2, 2),  # without its short batch, as many as the other
+        ([4, 4], 3, "eval_data: the processes have 2, 3 batches; give each the same number"),
+        ([2], 1, "eval_data: its only batch has fewer rows"),
+    ],
+    ids=str,
+)
+def test_all_processes_evaluate_the_same_number_of_their_own_batches(
+    rows, number_of_others, expected, monkeypatch
+):
+    c = quick(global_batch=8)
+    c.data.per_process = True
+    c.eval.batches = 5
+    monkeypatch.setattr(distributed, "num_processes", lambda: 2)
+    monkeypatch.setattr(distributed, "gather", lambda number: [number, number_of_others])
+    batches = [{"x": np.ones((number, 3))} for number in rows]
+    if isinstance(expected, int):
+        assert len(heldout.fixed_batches(batches, parse(c))) == expected
+        return
+    with pytest.raises(ConfigError, match=expected):
+        heldout.fixed_batches(batches, parse(c))

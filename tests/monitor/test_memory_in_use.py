@@ -94,6 +94,12 @@ def test_a_run_that_has_passed_the_step_writes_no_other_profile(tmp_path):
     assert file.read_bytes() == b"of the step"
 
 
+def test_a_run_that_has_passed_the_step_without_a_profile_says_so(tmp_path, capsys):
+    train(settings(steps=2, profile_step=0), workdir=tmp_path)
+    train(settings(steps=3, profile_step=2), workdir=tmp_path)
+    assert "no memory profile: the run starts at step 2, after step 2" in capsys.readouterr().out
+
+
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / "memory").touch()
     assert train(settings(profile_step=1), workdir=tmp_path).step == 3

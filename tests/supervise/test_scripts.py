@@ -233,7 +233,8 @@ def test_the_train_verb_runs_under_mpirun_and_its_mistakes_are_one_line(tmp_path
         "error [127.0.0.1]:51378: Connection reset by peer",
         "INTERNAL: Barrier failed because: task is set to ERROR: UNAVAILABLE: Task 1 heartbeat "
         "timeout. This indicates that the remote task has failed\n\nRPC: /xla.coordination",
-        "ncclRemoteError: remote process exited or there was a network error",
+        "INTERNAL: NCCL operation ncclAllReduce failed: ncclRemoteError: remote process exited or "
+        "there was a network error",
     ],
 )
 def test_what_libraries_say_of_a_lost_process_is_one_line(message):
@@ -246,6 +247,7 @@ def test_what_libraries_say_of_a_lost_process_is_one_line(message):
 
 def test_other_errors_are_not_a_lost_process():
     assert lost_process_fault(ConnectionResetError("Connection reset by peer")) is None
+    assert lost_process_fault(RuntimeError("a heartbeat timeout of my own loader")) is None
 
 
 @pytest.mark.slow
