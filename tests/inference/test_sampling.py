@@ -125,7 +125,6 @@ def test_a_full_context_is_replaced_by_its_newer_half():
 CAPPED = {"num_experts": 8, "d_expert": 24, "capacity_factor": 0.5}
 
 
-@pytest.mark.slow
 def test_padding_of_a_shorter_prompt_takes_no_capacity_of_experts():
     program, params = build_program(CAPPED)
     _, long, short = PROMPTS

@@ -87,6 +87,18 @@ def test_bfloat16_is_as_accurate_as_without_a_pipeline():
     assert error(pipelined) < 2 * error(plain)
 
 
+def test_layers_compute_in_the_compute_dtype():
+    """Not in float32, as the parameters are stored: that would be right, but slow."""
+    c = with_pipeline(packed(), ("1f1b", 1, "inputs"), {"num_microbatches": 4})
+    c.train.dtype = "bfloat16"
+    run = Run(c, pipeline=2, fsdp=2)
+    with run.program.active():
+        text = str(jax.make_jaxpr(run.program.train_step)(run.program.abstract_state, run.batch()))
+    products = re.findall(r":(\w+)\[[\d,]*\] = dot_general", text)
+    assert len(products) > 20
+    assert products.count("bf16") > len(products) / 2
+
+
 @pytest.mark.parametrize("keep", ["inputs", pytest.param("residuals", marks=slow)])
 @pytest.mark.slow
 def test_inputs_of_idle_stages_change_no_result(keep, x64, monkeypatch):
@@ -97,7 +109,6 @@ def test_inputs_of_idle_stages_change_no_result(keep, x64, monkeypatch):
     assert_same(found, one_device(**LAYERS), rtol=1e-10)
 
 
-@pytest.mark.slow
 def test_evaluation_equals_one_device(x64):
     def sums(c, **layout):
         run = Run(c, "float64", **layout)

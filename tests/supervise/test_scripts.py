@@ -84,6 +84,26 @@ def test_a_script_gets_devices_by_variables_and_keeps_its_flags(tmp_path, monkey
     assert found["grace"] == 7.0 and found["workdir"] == tmp_path / "run"
 
 
+@pytest.mark.parametrize(("node_rank", "downloads"), [(0, 1), (1, 0)])
+def test_node_0_alone_downloads_the_events_of_earlier_runs(
+    node_rank, downloads, tmp_path, monkeypatch
+):
+    class Supervisor:
+        def __init__(self, settings, **options):
+            pass
+
+        def run(self, command, **options):
+            return 2
+
+    found = []
+    monkeypatch.setattr(launch_module, "Supervisor", Supervisor)
+    monkeypatch.setattr(launch_module, "_download_events", found.append)
+    monkeypatch.setenv(messages.SECRET_VARIABLE, secrets.token_hex(32))
+    hosts = dict(nnodes=2, node_rank=node_rank, coordinator="127.0.0.1:8476")
+    assert launch_module.launch(["train", f"--workdir={tmp_path / 'run'}"], **hosts) == 2
+    assert [workdir.folder for workdir in found] == [tmp_path / "run"] * downloads
+
+
 # ---- what its processes do ----
 
 
