@@ -2,7 +2,8 @@
 # Builds the site of docs/ in site/, and fails at a link that leads nowhere.
 #
 #   launch/docs.sh [MKDOCS ARGS]     such as serve, which shows the site on http://127.0.0.1:8000 and
-#                                    builds it again when a page changes
+#                                    builds it again when a page changes. Pages can be read without
+#                                    it, but the search needs a server
 #
 # PYTHON and VENV: see launch/setup.sh.
 set -euo pipefail

@@ -79,8 +79,9 @@ def start_backend() -> None:
             raise
         reason = str(error).partition("\n")[0] or "jax finds no such devices"
         raise ConfigError(
-            f"{name}={os.environ[name]}: {reason}; set JAX_PLATFORMS=cpu, or unset it to use what "
-            f"there is"
+            f"{name}={os.environ[name]}, which --platform sets too: {reason}; leave it out to use "
+            f"what there is, or use cpu. For GPUs install the extra cuda12 or cuda13, "
+            f"{install_command('cuda12')}"
         ) from error
 
 

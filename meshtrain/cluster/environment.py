@@ -41,6 +41,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     flags.add_argument(
         "--platform",
+        type=lambda name: {"gpu": "cuda"}.get(name, name),
         choices=PLATFORMS,
         help="kind of devices to use (default: the fastest that jax finds, or JAX_PLATFORMS)",
     )

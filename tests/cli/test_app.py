@@ -79,7 +79,7 @@ def run(*arguments):
         ),
         ([QUICKSTART, "--config.mesh.fsdp=3", "--simulate_devices=4"], 2, "mesh.fsdp=3 needs"),
         (["verify", "--config=configs/nope.py"], 2, "configs/nope.py: no such file"),
-        ([QUICKSTART, "--platform=gpu"], 2, "--platform=gpu: use one of cpu, cuda, tpu"),
+        ([QUICKSTART, "--platform=rocm"], 2, "--platform=rocm: use one of cpu, cuda, tpu"),
         ([QUICKSTART, "--backend=nccl"], 2, "--backend: unknown argument; --platform=cpu, cuda or"),
         (
             [QUICKSTART, "--platform=tpu", "--simulate_devices=2"],
