@@ -1,7 +1,12 @@
 r"""Prints a script that completes verbs, flags, config keys and their values in a shell.
 
+  mkdir -p ~/.local/share/bash-completion/completions
   meshtrain completion bash > ~/.local/share/bash-completion/completions/meshtrain
-  meshtrain completion zsh > ~/.zfunc/_meshtrain        # a folder of fpath, before compinit
+
+  mkdir -p ~/.zfunc                                     # a folder of fpath, before compinit
+  meshtrain completion zsh > ~/.zfunc/_meshtrain
+
+  mkdir -p ~/.config/fish/completions
   meshtrain completion fish > ~/.config/fish/completions/meshtrain.fish
 
 The script holds all that it completes: a key press starts no Python. Write it again after an
@@ -15,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import meshtrain
-from meshtrain import console
+from meshtrain import console, hardware
 from meshtrain.cli import app, verbs
 from meshtrain.cli.config import leaves
 from meshtrain.cli.verbs import Verb
@@ -23,17 +28,18 @@ from meshtrain.config import describe
 from meshtrain.config.parse import parse
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError
+from meshtrain.schedules import SCHEDULES
 
 CONFIGS = Path(default.__file__).parent
 FILES = "FILES"  # stands for the names of files
-NAMES_OF_FILES = {"DIR", "FILE", "FILE.svg", "PATH"}  # metavars
+NAMES_OF_FILES = {"DIR", "FILE", "FILE.svg", "INPUT", "PATH"}  # metavars
 
 
 class Option(NamedTuple):
     """A flag or a key, such as `--config.train.steps`, or an argument without a name."""
 
     name: str
-    takes_value: bool
+    takes_value: bool  # behind =
     values: tuple[str, ...]  # FILES among them: or a file
     help: str
 
@@ -46,13 +52,21 @@ def options_of(verb: str) -> list[Option]:
         if action.dest == "_":  # --config.KEY
             continue
         values = tuple(action.choices or ())
-        if action.dest == "config":
+        if action.dest in ("config", "diff"):
             values += tuple(sorted(path.stem for path in CONFIGS.glob("[!_]*.py")))
-        if action.type is Path or action.metavar in NAMES_OF_FILES:
+        if action.dest == "schedule":
+            values += tuple(SCHEDULES)
+        if action.dest == "device":
+            values += tuple(hardware.devices())
+        is_file = action.type is Path or action.metavar in NAMES_OF_FILES
+        if is_file or action.dest in ("diff", "device"):
             values += (FILES,)
         help_text = parser._get_formatter()._expand_help(action) if action.help else ""
-        takes_value = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
-        for name in action.option_strings or [""]:
+        takes_value = action.nargs in (None, "?")
+        names = action.option_strings or [""]
+        if action.dest == "diff":
+            names = [*names, ""]  # its second value follows a value, not the flag
+        for name in names:
             found.append(Option(name, takes_value, values, help_text))
     return [option for option in found if option.name.startswith("--") or not option.name]
 
@@ -124,34 +138,38 @@ _meshtrain_candidates() {
 
 BASH = r"""
 _meshtrain() {
-  local line="${COMP_LINE:0:COMP_POINT}" word= words candidates
-  read -ra words <<< "$line"
-  if [[ $line != *' ' ]]; then
-    word=${words[${#words[@]}-1]}
-    words=("${words[@]:0:${#words[@]}-1}")
-  fi
-  candidates=$(_meshtrain_candidates "$word" "${words[@]:1}")
+  local line="${COMP_LINE:0:COMP_POINT}" typed= word= words=() candidates= file=
+  # A word of the line: plain, escaped and quoted characters, then perhaps a quote that is open.
+  local plain="[^[:space:]\\'\"]|\\\\." quoted="'[^']*'|\"([^\\\"]|\\\\.)*\""
+  local open="'[^']*|\"([^\\\"]|\\\\.)*"
+  local pattern="^[[:space:]]*(($plain|$quoted)*($open)?\\\\?)"
+  while [[ $line =~ $pattern && -n ${BASH_REMATCH[0]} ]]; do
+    typed=${BASH_REMATCH[1]}  # empty behind a space at the end of the line
+    words+=("$typed")
+    line=${line:${#BASH_REMATCH[0]}}
+  done
+  word=${typed//[\\\'\"]/}
+  candidates=$(_meshtrain_candidates "$word" "${words[@]:1:${#words[@]}-2}")
   COMPREPLY=($(compgen -W "${candidates//FILES/}" -- "$word"))
-  # Readline takes what follows = for the word.
-  if [[ $word == *=* && $COMP_WORDBREAKS == *=* ]]; then
+  # Readline takes what follows = for the word, unless a quote was opened before it.
+  if [[ $word == *=* && $COMP_WORDBREAKS == *=* && $typed != [\'\"]* ]]; then
     COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}")
   fi
-  if [[ $candidates == *FILES* ]]; then
-    compopt -o default 2> /dev/null
-    if [[ ${#COMPREPLY[@]} -gt 0 && -n ${word#*=} ]]; then
-      compopt -o filenames 2> /dev/null
-      COMPREPLY+=($(compgen -f -- "${word#*=}"))
-    fi
+  if [[ $candidates == *FILES* && ${#COMPREPLY[@]} -gt 0 && -n ${word#*=} ]]; then
+    compopt -o filenames 2> /dev/null
+    while IFS= read -r file; do COMPREPLY+=("$file"); done < <(compgen -f -- "${word#*=}")
   fi
   if [[ ${COMPREPLY[0]-} == *[=.] ]]; then compopt -o nospace 2> /dev/null; fi
 }
-complete -F _meshtrain meshtrain
+# default: where nothing else completes a word, the name of a file does.
+complete -o default -F _meshtrain meshtrain
 """
 
 ZSH = r"""
 _meshtrain() {
   local -a found
   local has_files=
+  local -i shown=$compstate[nmatches]
   found=("${(@f)$(_meshtrain_candidates "$PREFIX" "${(@)words[2,CURRENT-1]}")}")
   if (( ${found[(I)FILES]} )); then has_files=1; fi
   found=(${found:#FILES})
@@ -161,7 +179,7 @@ _meshtrain() {
   fi
   compadd -S '' -- ${(M)found:#*[=.]}
   compadd -- ${found:#*[=.]}
-  if [[ -n $has_files ]]; then _files; fi
+  if [[ -n $has_files ]] || (( compstate[nmatches] == shown )); then _files; fi
 }
 if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
   _meshtrain "$@"
@@ -235,10 +253,14 @@ def _values_function(
             elif option.name and option.takes_value:
                 yield f"    {verb}:{option.name}) ;;"
     for verb, found in options.items():
+        arguments = {}
         for option in found:
             if not option.name and option.values:
-                yield f"    {verb}:*) {_printed(option.values)} ;;"
-                break
+                # A word such as `prune` follows the verb; a file may follow anything.
+                previous = "*" if FILES in option.values else verb
+                arguments[previous] = option.values
+        for previous, values in arguments.items():
+            yield f"    {verb}:{previous}) {_printed(values)} ;;"
     yield "  esac"
     yield "}"
 
@@ -249,6 +271,22 @@ def _printed(values: Iterable[str]) -> str:
 
 
 # ---- fish ----
+
+# fish completes no flags after --: there the run's own command line is completed, as one by itself.
+FISH_RUN = r"""
+function __meshtrain_run_words  # prints launch's words after --; fails where there is none
+    set -l words (commandline -opc)
+    __fish_seen_subcommand_from launch; or return 1
+    set -l at (contains -i -- -- $words); or return 1
+    set -e words[1..$at]
+    string escape -- $words
+    return 0  # also without words
+end
+function __meshtrain_complete_run
+    complete -C (string join ' ' -- meshtrain (__meshtrain_run_words) (commandline -ct))
+end
+complete -c meshtrain -n '__meshtrain_run_words > /dev/null' -F -a '(__meshtrain_complete_run)'
+"""
 
 
 def fish_lines() -> Iterator[str]:
@@ -263,7 +301,10 @@ def fish_lines() -> Iterator[str]:
     for verb in verbs.NAMES:
         seen = f"__fish_seen_subcommand_from {verb}"
         for option in options_of(verb):
-            yield _fish_line(option, seen)
+            condition = seen
+            if not option.name and FILES not in option.values:  # one word, such as `prune`
+                condition += f"; and not __fish_seen_subcommand_from {' '.join(option.values)}"
+            yield _fish_line(option, condition)
         if verb == "train":  # flags without a verb are those of train
             for option in options_of(verb):
                 yield _fish_line(option, no_verb)
@@ -271,14 +312,17 @@ def fish_lines() -> Iterator[str]:
     seen = f"__fish_seen_subcommand_from {' '.join(with_keys)}; or {no_verb}"
     for key in keys():
         yield _fish_line(key, seen)
+    yield FISH_RUN
 
 
 def _fish_line(option: Option, condition: str) -> str:
     parts = [f"complete -c meshtrain -n '{condition}'"]
     if option.name:
         parts.append(f"-l {option.name.removeprefix('--')}")
-    if option.takes_value:  # -x: and no file is one
+    if option.name and option.takes_value:  # -x: and no file is one
         parts.append("-r -F" if FILES in option.values else "-x")
+    elif not option.name and FILES in option.values:
+        parts.append("-F")
     values = " ".join(value for value in option.values if value != FILES)
     if values:
         parts.append(f"-a '{values}'")
