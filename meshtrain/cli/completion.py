@@ -26,7 +26,7 @@ from meshtrain.errors import ConfigError
 
 CONFIGS = Path(default.__file__).parent
 FILES = "FILES"  # stands for the names of files
-NAMES_OF_FILES = {"DIR", "FILE", "FILE.svg", "PATH"}  # metavars
+NAMES_OF_FILES = {"DIR", "FILE", "FILE.svg", "PATH", "SOURCE"}  # metavars
 
 
 class Option(NamedTuple):
