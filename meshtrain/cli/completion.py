@@ -32,7 +32,7 @@ from meshtrain.schedules import SCHEDULES
 
 CONFIGS = Path(default.__file__).parent
 FILES = "FILES"  # stands for the names of files
-NAMES_OF_FILES = {"DIR", "FILE", "FILE.svg", "INPUT", "PATH"}  # metavars
+NAMES_OF_FILES = {"DIR", "FILE", "FILE.svg", "INPUT", "PATH", "SOURCE"}  # metavars
 
 
 class Option(NamedTuple):

@@ -16,6 +16,7 @@ only when it is complete.
 
 import argparse
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from meshtrain import storage
@@ -26,7 +27,7 @@ from meshtrain.errors import ConfigError
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
+    flags.add_argument("source", type=_path, metavar="SOURCE", help="folder to convert")
     flags.add_argument("target", type=Path, metavar="TARGET", help="new folder")
     flags.add_argument(
         "--download",
@@ -61,6 +62,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     environment.add_flags(flags)
 
 
+def _path(text: str) -> Path:
+    """Returns the path; an absolute one of ./a, which is a folder, while a may be a hub's name."""
+    return Path(text).absolute() if text.startswith("./") else Path(text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Converts a folder; returns the exit code."""
     # All that can be checked without jax comes first, and before a download.
@@ -68,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     name = str(args.source)
     if args.download:
         # config.json comes first: an unsupported model is rejected before its weights are fetched.
-        args.source = hub.download(name, ["config.json"], required="config.json")
+        args.source = hub.download(name, ["config.json"], required="config.json", advised=hub.MODEL)
     from meshtrain.huggingface import convert, weights
 
     if args.download:
@@ -100,9 +106,10 @@ def _check_flags(args: argparse.Namespace) -> None:
     elif not os.path.lexists(args.source):
         fault = f"{name}: no such folder"
         if hub.is_name(name):
+            needs = "" if find_spec("huggingface_hub") else " (needs the extra hub)"
             fault += (
-                f"; if it is a model on the Hugging Face hub, use --download, or run: {command}; "
-                f"then convert {folder}"
+                f"; if it is a model on the Hugging Face hub, use --download{needs}, or run: "
+                f"{command}; then convert {folder}"
             )
         raise ConfigError(fault)
 

@@ -108,9 +108,13 @@ def run(args: argparse.Namespace, cfg: Config | None) -> int:
         from meshtrain.tools import network
 
         flags = (args.coordinator, args.num_processes, args.process_id)
-        process = environment.process_info(os.environ, flags)
-        console.say(*network.lines(os.environ, process))
-        return 0
+        process, faults = None, []
+        try:
+            process = environment.process_info(os.environ, flags)
+        except ConfigError as error:
+            faults = error.faults
+        console.say(*network.lines(os.environ, process, faults=faults))
+        return 2 if faults else 0
     from meshtrain.tools import info
 
     return info.print_mesh(args, cfg) if cfg else info.print_report(args)

@@ -62,7 +62,9 @@ class Parser(argparse.ArgumentParser):
             faults += self._download_metadata(found, name, keys.get(name, ""))
         if faults:
             raise ConfigError(*faults)
-        if hasattr(found, "process_id"):  # has the flags of `environment.add_flags`
+        # `info --network` reports a fault of the ranks among what else is set.
+        is_report = getattr(found, "network", False)
+        if hasattr(found, "process_id") and not is_report:  # the flags of `environment.add_flags`
             environment.check_flags(found, os.environ)
         return found, rest
 

@@ -7,27 +7,35 @@ CPUs, or under another trainer of Ray, they are not.
 import socket
 import sys
 
+from meshtrain.errors import import_optional
+
 
 def flags() -> tuple[str, int, int] | None:
     """Returns HOST:PORT of process 0, the number of processes and the rank in a Ray Train worker.
 
-    None in any other process. All workers must call it: rank 0 chooses the address for all.
+    None in any other process. All workers must call it: rank 0 chooses the address for all. Raises
+    ConfigError in a worker of a version of Ray that cannot send it.
     """
     if "ray.train" not in sys.modules:  # a worker has loaded it
         return None
     import ray
     import ray.train
-    import ray.train.collective
 
     try:
         context = ray.train.get_context()
+        rank = context.get_world_rank()
+        experiment = context.get_experiment_name()
     except (RuntimeError, DeprecationWarning):  # not in a worker; in a trial of Ray Tune
         return None
-    rank = context.get_world_rank()
+    # Version 1 of Ray Train has a context outside of workers too: of rank 0, without a name.
+    if rank is None or experiment is None:
+        return None
+    # Only in a worker: older versions of Ray lack it.
+    collective = import_optional("ray.train.collective", "ray")
     address = None
     if rank == 0:
         address = _free_address(ray.util.get_node_ip_address())
-    address = ray.train.collective.broadcast_from_rank_zero(address)
+    address = collective.broadcast_from_rank_zero(address)
     return address, context.get_world_size(), rank
 
 

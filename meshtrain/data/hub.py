@@ -9,14 +9,17 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from meshtrain import errors
 from meshtrain.errors import ConfigError
 
 # Patterns of the files that are read. Without subfolders, which hold the model in other formats.
 MODEL = ("*.json", "model*.safetensors", "tokenizer.model", "merges.txt", "*.jinja")
-TOKENIZER = ("tokenizer*", "*.jinja")
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "*.jinja")
 SUBFOLDERS = "*/*"
+
+OLDEST = (2, 4)  # version of huggingface_hub that the extra hub accepts
 
 NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
 MAX_NAME_CHARS = 96
@@ -59,13 +62,16 @@ def command(name: str, patterns: Sequence[str]) -> str:
     return shlex.join([*words, "--exclude", SUBFOLDERS])
 
 
-def download(name: str, patterns: Sequence[str], *, required: str) -> Path:
+def download(
+    name: str, patterns: Sequence[str], *, required: str, advised: Sequence[str] = ()
+) -> Path:
     """Downloads the files that match `patterns` to the cache of the hub, and returns their folder.
 
     Files that the cache has are not downloaded again. Raises ConfigError with the way out if the
-    hub has no such model or no file that matches `required`, wants a login, or cannot be reached.
+    hub has no such model or no file that matches `required`, wants a login, or cannot be reached;
+    then the command that it names downloads the files that match `advised` (default: `patterns`).
     """
-    hub = errors.import_optional("huggingface_hub", "hub")
+    hub = _huggingface_hub()
     hub_errors = errors.import_optional("huggingface_hub.errors", "hub")
     api = hub.HfApi()
     address = api.endpoint
@@ -82,9 +88,8 @@ def download(name: str, patterns: Sequence[str], *, required: str) -> Path:
             f"one set HF_TOKEN, or run: hf auth login"
         ) from None
     except hub_errors.LocalEntryNotFoundError as error:
-        elsewhere = (
-            f"or copy the folder that this command makes elsewhere: {command(name, patterns)}"
-        )
+        by_hand = command(name, advised or patterns)
+        elsewhere = f"or copy the folder that this command makes elsewhere: {by_hand}"
         if hub.is_offline_mode():
             fault = f"HF_HUB_OFFLINE is set, and the cache lacks its files; unset it, {elsewhere}"
         else:
@@ -99,3 +104,16 @@ def download(name: str, patterns: Sequence[str], *, required: str) -> Path:
     if not any(Path(folder).glob(required)):
         raise ConfigError(f"{name}: has no {required} on the hub; choose a model that has")
     return Path(folder)
+
+
+def _huggingface_hub() -> Any:
+    """Returns the package; raises ConfigError if it is missing, or older than OLDEST."""
+    hub = errors.import_optional("huggingface_hub", "hub")
+    version = tuple(int(part) for part in hub.__version__.split(".")[:2])
+    if version < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(
+            f"the package huggingface_hub {hub.__version__} is too old: --download needs {oldest} "
+            f"or newer; {errors.install_command('hub')}"
+        )
+    return hub

@@ -11,6 +11,7 @@ from meshtrain.errors import import_optional
 
 INCHES = (7.2, 3.4)
 DOTS_PER_INCH = 100
+MAX_FIXED = 1e6  # from here on a loss is written with an exponent
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,11 @@ def draw(curves: Sequence[Curve], *, title: str = "") -> Any:
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    # Given, since matplotlib leaves out labels that start with _ when it collects them.
+    handles = axes.get_lines()
+    legend = axes.legend(handles, [line.get_label() for line in handles], frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may have $
     if title:
         figure.suptitle(title, x=0.01, ha="left", family="monospace", fontsize=8)
     return figure
@@ -76,4 +81,5 @@ def png(figure: Any) -> bytes:
 
 
 def _last(values: np.ndarray) -> str:
-    return f"{values[np.isfinite(values)][-1]:.4f}"
+    last = values[np.isfinite(values)][-1]
+    return f"{last:.4f}" if abs(last) < MAX_FIXED else f"{last:.4g}"

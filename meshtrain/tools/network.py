@@ -6,10 +6,12 @@ and no other host is asked.
 
 import fcntl
 import ipaddress
+import os
 import platform
+import re
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshtrain.cluster.launchers import ProcessInfo
@@ -34,19 +36,28 @@ KERNEL_SETTINGS = (
 UNREADABLE = "not readable here"
 GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 NAME_BYTES = 16  # of an interface, IFNAMSIZ
+IPV6_LINE = re.compile(r"(?P<address>[0-9a-f]{32})\s.*\s(?P<name>\S+)\s*")  # of /proc/net/if_inet6
 
 
 def lines(
-    environ: Mapping[str, str], process: ProcessInfo | None, *, root: Path = Path("/")
+    environ: Mapping[str, str],
+    process: ProcessInfo | None,
+    *,
+    faults: Sequence[str] = (),
+    root: Path = Path("/"),
 ) -> Iterator[str]:
-    """Yields the report, a setting a line; `root` is the folder that holds /proc, /sys and /etc."""
+    """Yields the report, a setting a line; `root` is the folder that holds /proc, /sys and /etc.
+
+    `faults` say why this process has no rank, and stand in place of the coordinator.
+    """
     yield _row("host", platform.node())
     addresses = addresses_by_interface(root)
     for name, of_interface in addresses.items():
         yield _row("interface", _interface(name, of_interface, root))
     if not addresses:
         yield _row("interface", f"/sys/class/net: {UNREADABLE}")
-    yield _row("coordinator", _coordinator(process, addresses))
+    for text in faults or [_coordinator(process, addresses)]:
+        yield _row("coordinator", text)
     yield from (_row("infiniband", port) for port in infiniband_ports(root))
     for name in KERNEL_SETTINGS:
         value = _read(root / "proc/sys" / name.replace(".", "/"))
@@ -76,14 +87,16 @@ def _read(path: Path) -> str | None:
 def addresses_by_interface(root: Path) -> dict[str, list[str]]:
     """Returns the addresses of each interface: the first one of IPv4, and all of IPv6."""
     try:
-        names = sorted(path.name for path in (root / "sys/class/net").iterdir())
+        # Without the files next to them, such as bonding_masters.
+        names = sorted(path.name for path in (root / "sys/class/net").iterdir() if path.is_dir())
     except OSError:
         return {}
     addresses: dict[str, list[str]] = {name: _ipv4_address(name) for name in names}
-    for line in (_read_lines(root / "proc/net/if_inet6")) or []:
-        number, *_, name = line.split()
-        if name in addresses:
-            addresses[name].append(str(ipaddress.IPv6Address(int(number, 16))))
+    for line in _read_lines(root / "proc/net/if_inet6"):
+        found = IPV6_LINE.fullmatch(line)
+        if found and found["name"] in addresses:
+            address = ipaddress.IPv6Address(int(found["address"], 16))
+            addresses[found["name"]].append(str(address))
     return addresses
 
 
@@ -100,7 +113,7 @@ def _ipv4_address(name: str) -> list[str]:
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
     except OSError:
         return []
 
@@ -158,7 +171,8 @@ def infiniband_ports(root: Path) -> list[str]:
 def _nccl_files(environ: Mapping[str, str], root: Path) -> Iterator[str]:
     """Yields the settings in the files that NCCL reads."""
     system_file, own_file = NCCL_FILES
-    own = Path(environ.get("NCCL_CONF_FILE") or own_file).expanduser()
+    # Not Path.expanduser, which raises an error for a user that does not exist.
+    own = Path(os.path.expanduser(environ.get("NCCL_CONF_FILE") or own_file))
     for name, path in ((system_file, root / system_file.lstrip("/")), (str(own), own)):
         for line in _read_lines(path):
             if line.strip() and not line.startswith("#"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from meshtrain.cluster import ray_worker, runtime
+from meshtrain.errors import ConfigError
 from tests.lib.paths import ROOT
 from tests.lib.rows import events, losses
 
@@ -23,11 +24,22 @@ EXAMPLE = ROOT / "docs" / "examples" / "ray_train.py"
 def ray_train(monkeypatch):
     """Returns a function that makes this process the worker `rank` of `size`, or none."""
 
-    def install(rank=None, size=2, host="10.0.0.1", address="10.0.0.1:1234", error=RuntimeError):
+    def install(
+        rank=None,
+        size=2,
+        host="10.0.0.1",
+        address="10.0.0.1:1234",
+        error=RuntimeError,
+        experiment="run",
+    ):
         def get_context():
             if rank is None:
                 raise error("cannot be used outside of a Ray Train training function")
-            return types.SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: size)
+            return types.SimpleNamespace(
+                get_world_rank=lambda: rank,
+                get_world_size=lambda: size,
+                get_experiment_name=lambda: experiment,
+            )
 
         sent = []
 
@@ -58,6 +70,28 @@ def test_without_ray_there_are_no_flags(monkeypatch):
 def test_the_driver_and_a_trial_of_tune_are_no_workers(error, ray_train):
     ray_train(error=error)
     assert ray_worker.flags() is None
+
+
+def without_collective(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.train.collective", None)  # its import is an error
+
+
+def test_the_driver_of_an_older_ray_is_no_worker(ray_train, monkeypatch):
+    # Its context outside of workers, which has no name.
+    ray_train(rank=0, size=1, experiment=None)
+    assert ray_worker.flags() is None
+    without_collective(monkeypatch)
+    assert ray_worker.flags() is None
+    ray_train(error=RuntimeError)
+    without_collective(monkeypatch)
+    assert ray_worker.flags() is None
+
+
+def test_a_worker_of_an_older_ray_names_the_extra(ray_train, monkeypatch):
+    ray_train(rank=1)
+    without_collective(monkeypatch)
+    with pytest.raises(ConfigError, match=r"ray.train.collective is missing; .*setup.sh ray"):
+        ray_worker.flags()
 
 
 def test_rank_0_chooses_an_address_and_the_others_receive_it(ray_train):

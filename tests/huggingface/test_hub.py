@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,11 @@ from tests.lib import fake_hub, hf
 from tests.lib.paths import ROOT
 from tests.lib.prepare import hugging_face
 
-pytest.importorskip("huggingface_hub", reason="needs the extra hub: bash launch/setup.sh dev")
+huggingface_hub = pytest.importorskip(
+    "huggingface_hub", reason="needs the extra hub: bash launch/setup.sh dev"
+)
 BIN = Path(sys.executable).parent
+COMMAND = re.escape(hub.command("org/none", hub.MODEL))
 READ = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
@@ -110,6 +114,7 @@ def test_all_files_that_are_read_are_downloaded():
     shard = "model-00001-of-00002.safetensors"
     of_model = {"config.json", files.SINGLE_FILE, files.INDEX, shard, *run_tokenizer.FILES}
     of_tokenizer = {*tokenizer.FILES, "tokenizer_config.json", "chat_template.jinja"}
+    of_tokenizer |= {"special_tokens_map.json"}  # in place of tokenizer_config.json
     for patterns, names in ((hub.MODEL, of_model), (hub.TOKENIZER, of_tokenizer)):
         for name in names:
             assert any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
@@ -130,6 +135,23 @@ def test_the_command_for_a_model_downloads_what_convert_reads(server, tmp_path):
     assert sorted(path.name for path in downloaded.glob("[!.]*")) == READ
     hf.run(downloaded, tmp_path / "run")
     assert tokenizer.digest_of(tmp_path / "run") == tokenizer.digest_of(downloaded)
+
+
+@pytest.mark.parametrize("path", ["./nothere", "/nothere", "../nothere"])
+def test_a_path_gets_no_advice_on_the_hub(path, tmp_path):
+    with pytest.raises(ConfigError, match=r"^exit code 2: \S*/nothere: no such folder\n$"):
+        hf.run(path, tmp_path / "run")
+
+
+def test_without_huggingface_hub_the_advice_names_the_extra(tmp_path, monkeypatch):
+    def advice():
+        with pytest.raises(ConfigError) as info:
+            hf.run("org/tiny", tmp_path / "run")
+        return str(info.value)
+
+    assert "use --download, or run: hf" in advice()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # its import is an error
+    assert "use --download (needs the extra hub), or run: hf" in advice()
 
 
 @pytest.mark.slow
@@ -156,11 +178,15 @@ def test_an_unsupported_model_is_rejected_before_its_weights_are_downloaded(
     [
         ("org/none", {}, "org/none: http.* has no public model of this name; correct it"),
         ("org/gated", {}, "org/gated: is gated; accept its terms at http.*/org/gated, then set HF"),
-        ("org/none", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and the cache lacks"),
+        (
+            "org/none",
+            {"HF_HUB_OFFLINE": "1"},
+            f"HF_HUB_OFFLINE is set, and the cache lacks .*{COMMAND}$",
+        ),
         (
             "org/none",
             {"HF_ENDPOINT": "http://127.0.0.1:9"},
-            "http://127.0.0.1:9 cannot be reached: ConnectError.*: hf download org/none",
+            f"http://127.0.0.1:9 cannot be reached: ConnectError.*: {COMMAND}$",
         ),
         pytest.param(
             "org/without",
@@ -170,6 +196,7 @@ def test_an_unsupported_model_is_rejected_before_its_weights_are_downloaded(
         ),
         ("org/empty", {}, "org/empty: has no config.json"),
         ("configs", {}, "--download: configs exists here; leave --download out"),
+        ("./org/tiny", {}, "--download: /.*/org/tiny is no name on the Hugging Face hub; use one"),
         ("/org/tiny", {}, "--download: /org/tiny is no name on the Hugging Face hub; use one such"),
         ("org/tiny", {"target": "."}, "exists already; use another TARGET"),
         (
@@ -198,6 +225,21 @@ def test_a_hub_that_fails_is_reported_with_its_answer(server, meshtrain, tmp_pat
     monkeypatch.setattr(server, "broken", True)
     line = fault_of(meshtrain("convert", "org/tiny", tmp_path / "run", "--download"))
     assert "cannot be reached: HfHubHTTPError: Server error '500" in line
+    assert line.endswith(f": {hub.command('org/tiny', hub.MODEL)}")
+
+
+def test_an_older_huggingface_hub_is_one_line(monkeypatch, tmp_path):
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    oldest = ".".join(map(str, hub.OLDEST))
+    assert f"huggingface-hub>={oldest}" in extras["hub"]
+    monkeypatch.setattr(huggingface_hub, "__version__", "0.36.0")
+    line = f"huggingface_hub 0.36.0 is too old: --download needs {oldest} or newer; .*setup.sh hub;"
+    with pytest.raises(ConfigError, match=line):
+        hf.run("org/tiny", tmp_path / "run", "--download")
+    # Versions are compared as numbers.
+    monkeypatch.setattr(huggingface_hub, "__version__", "10.0.0rc1")
+    assert hub._huggingface_hub() is huggingface_hub
 
 
 # ---- tokenizers ----

@@ -32,9 +32,11 @@ def root(tmp_path):
             f"sys/class/net/{name}/operstate": "up\n",
             f"sys/class/net/{name}/mtu": "9000\n",
             f"sys/class/net/{name}/speed": "25000\n",
+            "sys/class/net/bonding_masters": "veth9\n",
             "sys/class/net/veth9/operstate": "down\n",
             "sys/class/net/veth9/speed": "-1\n",
-            "proc/net/if_inet6": "fd000000000000000000000000000007 05 40 00 80    veth9\n",
+            "proc/net/if_inet6": "\nno address of veth9\n"
+            "fd000000000000000000000000000007 05 40 00 80    veth9\n",
             "proc/sys/net/core/rmem_max": "4194304\n",
             "proc/sys/net/ipv4/tcp_rmem": "4096\t131072\t6291456\n",
             "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
@@ -91,6 +93,26 @@ def test_variables_and_files_of_nccl_are_shown_and_no_secret(root):
         f"{root / 'own.conf'}: NCCL_DEBUG=WARN",
     ]
     assert not any("hidden" in line for line in lines)
+
+
+def test_a_file_of_nccl_in_another_encoding_is_shown(root):
+    (root / "own.conf").write_bytes(b"NCCL_DEBUG=\xffWARN\n")
+    assert texts(report(root), "nccl file")[1].endswith(r"own.conf: NCCL_DEBUG=\xffWARN")
+
+
+def test_a_file_of_nccl_of_a_user_who_does_not_exist_is_no_error(root):
+    lines = report(root, NCCL_CONF_FILE="~nobodyx/x")
+    assert texts(lines, "nccl file") == ["/etc/nccl.conf: NCCL_IB_TIMEOUT=22"]
+
+
+def test_a_rank_without_the_number_of_processes_stands_in_the_report(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert app.main("info", ["--network"]) == 2
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    (text,) = texts(lines, "coordinator")
+    assert text.startswith("RANK=0: WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set; set all, or")
+    assert texts(lines, "kernel") and not printed.err
 
 
 def test_without_variables_it_says_which_it_looked_for(tmp_path):

@@ -1,5 +1,6 @@
 """`meshtrain.plot`: the loss curves of runs as one picture, for a notebook or a file."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ def plot(workdir: str | Path, *others: str | Path) -> Any:
 
     At the end of a cell it is shown; `plot("runs/one", "runs/two").savefig("loss.png")` writes a
     file. Of a step that a run repeated after a restart or a rollback, the last value counts, and a
-    skipped step has none. Raises ConfigError if a workdir, which is a folder, has no loss yet, or
-    if matplotlib, of the extra `notebook`, is missing.
+    skipped step has none. Raises ConfigError if a workdir, which is a folder, has no finite loss,
+    or if matplotlib, of the extra `notebook`, is missing.
     """
     workdirs = [Path(one) for one in (workdir, *others)]
-    names = [one.name for one in workdirs]
+    # Of absolute paths: that of "." is empty.
+    names = [os.path.basename(os.path.abspath(one)) for one in workdirs]
     if len({*names}) < len(names):
         names = [str(one) for one in workdirs]
     return curves.draw([_curve(*one) for one in zip(workdirs, names, strict=True)])
@@ -32,8 +34,14 @@ def _curve(workdir: Path, name: str) -> curves.Curve:
     none = (np.array([]), np.array([]))
     steps, loss = columns.get("loss", none)
     heldout_steps, heldout_loss = columns.get("eval_loss", none)
-    if not np.isfinite(np.concatenate([loss, heldout_loss])).any():
+    losses = np.concatenate([loss, heldout_loss])
+    if not losses.size:
         raise ConfigError(f"{workdir}: its metrics.jsonl has no loss yet; train first")
+    if not np.isfinite(losses).any():
+        raise ConfigError(
+            f"{workdir}: each of the {losses.size} losses in its metrics.jsonl is not finite, or "
+            f"of a skipped step; try a lower optim.learning_rate"
+        )
     return curves.Curve(
         name=name,
         steps=steps,

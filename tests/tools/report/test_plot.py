@@ -58,9 +58,33 @@ def test_several_runs_have_a_colour_each_and_their_names(tmp_path):
 def test_a_workdir_without_a_loss_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"^\S+/none: not a run .*; give the --workdir of a run$"):
         meshtrain.plot(tmp_path / "none")
-    empty = write_run(tmp_path / "empty", [{"step": 0, "loss": None}])
+    empty = write_run(tmp_path / "empty", [{"step": 0, "grad_norm": 1.0}])
     with pytest.raises(ConfigError, match=r"^\S+/empty: its metrics.jsonl has no loss yet; train"):
         meshtrain.plot(empty)
+    # A loss that is not finite is null in the file.
+    diverged = write_run(tmp_path / "diverged", [{"step": step, "loss": None} for step in range(3)])
+    with pytest.raises(
+        ConfigError, match=r"diverged: each of the 3 losses in .* is not finite, or"
+    ):
+        meshtrain.plot(diverged)
+
+
+def test_names_that_matplotlib_reads_in_another_way_are_in_the_legend(tmp_path, monkeypatch):
+    names = ["_under", "m$x_{$", "runs"]
+    folders = [write_run(tmp_path / name, [{"step": 0, "loss": 2.0}]) for name in names]
+    monkeypatch.chdir(folders[-1])
+    figure = meshtrain.plot(*folders[:-1], ".")
+    assert [*curves(figure)] == [f"{name}: training loss 2.0000" for name in names]
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    # Their text is not only accepted: it is drawn as it is, not as a formula.
+    assert not any(text.get_parse_math() for text in figure.axes[0].get_legend().get_texts())
+
+
+def test_a_huge_loss_has_a_short_label(tmp_path):
+    run = write_run(tmp_path / "run", [{"step": 0, "loss": 1e300}, {"step": 1, "eval_loss": 2e5}])
+    figure = meshtrain.plot(run)
+    assert [*curves(figure)] == ["training loss 1e+300", "held-out loss 200000.0000"]
+    assert figure._repr_png_().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_a_line_names_the_extra(tmp_path, monkeypatch):
