@@ -78,11 +78,10 @@ def start_backend() -> None:
         if not os.environ.get(name):
             raise
         reason = str(error).partition("\n")[0] or "jax finds no such devices"
-        raise ConfigError(
-            f"{name}={os.environ[name]}, which --platform sets too: {reason}; leave it out to use "
-            f"what there is, or use cpu. For GPUs install the extra cuda12 or cuda13, "
-            f"{install_command('cuda12')}"
-        ) from error
+        remedy = "set JAX_PLATFORMS=cpu, or unset it and omit --platform, to use what there is"
+        if os.environ[name] == "cuda":
+            remedy += f"; for GPUs install the extra cuda12 or cuda13, {install_command('cuda12')}"
+        raise ConfigError(f"{name}={os.environ[name]}: {reason}; {remedy}") from error
 
 
 def _check_gpus(process: launchers.ProcessInfo, most: int | None) -> None:

@@ -165,7 +165,7 @@ def test_help_lists_the_verbs_and_describes_one(capsys):
         ("trian", '(did you mean "train"?)'),
         ("verifyx", '(did you mean "verify"?)'),
         ("launhc -- --config=x", '(did you mean "launch"?)'),
-        ("xyz", "schedule, checkpoint"),
+        ("xyz", "schedule, checkpoint, completion"),
         ("checkpoint verifx x", '(did you mean "verify"?)'),
         ("convert --dtype=float23 a b", '(did you mean "float32"?)'),
     ],

@@ -199,7 +199,7 @@ JAX_TOO = "not enough to join a run; set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCES
         ("*TORCH WORLD_SIZE=99999999999999999999", "WORLD_SIZE=9+: use a number of processes"),
         ("*TORCH RANK=4", "^RANK=4: use an id from 0 to 3, below WORLD_SIZE=4"),
         ("*TORCH RANK=\N{SUPERSCRIPT TWO}", "^RANK=.: use an id from 0 to 3"),
-        ("*TORCH MASTER_PORT=http", "MASTER_PORT=http: use HOST:PORT"),
+        ("*TORCH MASTER_PORT=http", "MASTER_PORT=http: use a port"),
         ("*TORCH MASTER_PORT=65535 TORCHELASTIC_USE_AGENT_STORE=True", "MASTER_PORT=65535: use"),
         ("*TORCH MASTER_ADDR=http://a", "MASTER_ADDR=http://a: use a host name"),
         ("*TORCH LOCAL_RANK=0 LOCAL_WORLD_SIZE=0", "LOCAL_WORLD_SIZE=0: use"),

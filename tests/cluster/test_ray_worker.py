@@ -126,7 +126,7 @@ def test_ray_comes_before_variables_and_after_arguments(
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node1")
     joined = []
     monkeypatch.setattr(runtime.xla_bridge, "backends_are_initialized", lambda: False)
-    monkeypatch.setattr(runtime, "_end_at_once_if_failed", lambda: None)
+    monkeypatch.setattr(runtime, "_end_in_one_line", lambda: None)
     monkeypatch.setattr(runtime, "_join_and_setup", lambda flags, seconds: joined.append(flags))
     runtime.initialize(*arguments)
     assert joined == [expected]
