@@ -165,7 +165,8 @@ def run(args: argparse.Namespace) -> int:
         place = error.filename or folder  # none if the disk is full
         raise ConfigError(f"{place}: {error.strerror}; use another folder") from error
     console.say(*(f"written {folder / name}" for name in texts))
-    console.say(f"start with: bash {shlex.quote(str(folder / 'train.sh'))}")
+    # In the folder: the paths of the run that the script prints are relative to it.
+    console.say(f"start with: cd {shlex.quote(str(folder))} && bash train.sh")
     return 0
 
 
