@@ -68,7 +68,8 @@ def test_a_run_writes_its_config_metrics_and_events(tmp_path, capsys):
     assert [row["step"] for row in table] == [0, 1, 2, 3, 4]
     assert final == {"step": 5, "eval_loss": result.eval_loss}
     keys = (
-        "step loss grad_norm learning_rate skipped tokens step_time data_wait tokens_per_second mfu"
+        "step loss grad_norm learning_rate skipped tokens step_time data_wait tokens_per_second "
+        "mfu host_memory peak_host_memory"
     ).split()
     assert set(table[1]) == set(keys) and set(table[2]) == {*keys, "eval_loss"}
     assert [row["tokens"] for row in table] == [16 * 16 * n for n in range(1, 6)]

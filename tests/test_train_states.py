@@ -319,7 +319,7 @@ class RealStart:
         program = types.SimpleNamespace(
             compile=lambda batch: self.step,
             abstract_state=empty,
-            model=None,
+            model=types.SimpleNamespace(cached_block=None),
         )
         run = Run(
             cfg=self.cfg,

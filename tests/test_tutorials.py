@@ -111,4 +111,4 @@ def test_links_of_a_notebook_lead_to_files_and_the_index_has_it(name):
     text = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     assert links and not [link for link in links if not (FOLDER / link).exists()]
-    assert f"](tutorials/{name}.ipynb)" in (ROOT / "docs" / "index.md").read_text()
+    assert f"](tutorials/{name}.ipynb)" in (ROOT / "docs" / "pages.md").read_text()

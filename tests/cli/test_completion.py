@@ -132,11 +132,16 @@ def typing(shell, script, folder):
     require(shell)
     command, setup = SHELLS[shell]
     setup += f"source {script(shell)}; meshtrain() {{ printf '<%s>' \"$@\"; echo END; }}; "
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.environ.update(TERM="dumb", HOME=str(folder))
-        os.execvp(command[0], command)
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *command],
+        stdin=other_end,
+        stdout=other_end,
+        stderr=other_end,
+        cwd=folder,
+        env={**os.environ, "TERM": "dumb", "HOME": str(folder)},
+    )
+    os.close(other_end)
 
     def answer(text, end):
         """Types a text; returns what the shell shows up to `end`."""
@@ -153,7 +158,7 @@ def typing(shell, script, folder):
         yield lambda line: answer(f"{line}\n", "END\r\n")
     finally:
         os.close(terminal)
-        os.waitpid(pid, 0)
+        process.wait()
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -227,7 +227,7 @@ def test_a_workdir_supplies_no_compiled_programs(workdir, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     launch_module.Folders(workdir).make()
     assert [path.name for path in workdir.iterdir()] == ["logs"]
-    assert "JAX_COMPILATION_CACHE_DIR" not in launch_module._environment()
+    assert "JAX_COMPILATION_CACHE_DIR" not in launch_module._environment(quiet=False)
 
 
 def test_folders_that_were_there_before_stay(workdir):

@@ -110,7 +110,15 @@ STOP = 60  # step at which a run stops, because it was asked to in its evaluatio
 # Batches whose loss is not finite; after the rollback two batches later.
 SKIPPED = (10, 55, 59, 62)
 NO_VALUE = -1.0  # in Run.rows
-TIMES = ("step_time", "data_wait", "tokens_per_second", "mfu")  # columns of metrics.jsonl
+# Columns of metrics.jsonl that differ between two runs that do the same.
+VARYING = (
+    "step_time",
+    "data_wait",
+    "tokens_per_second",
+    "mfu",
+    "host_memory",
+    "peak_host_memory",
+)
 
 
 class Run(NamedTuple):
@@ -216,7 +224,7 @@ def _run(setup: Setup, workdir: Path) -> Run:
     *lines, final_line = _json_lines(workdir / "metrics.jsonl")
     assert final_line["step"] == STEPS, "the last row is not that of the final evaluation"
     rows = {}
-    for name in sorted({name for line in lines for name in line} - {*TIMES}):
+    for name in sorted({name for line in lines for name in line} - {*VARYING}):
         values = [line.get(name) for line in lines]
         rows[name] = np.array([NO_VALUE if x is None else x for x in values], float)
     events = []
