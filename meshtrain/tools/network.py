@@ -172,8 +172,13 @@ def _nccl_files(environ: Mapping[str, str], root: Path) -> Iterator[str]:
     """Yields the settings in the files that NCCL reads."""
     system_file, own_file = NCCL_FILES
     # Not Path.expanduser, which raises an error for a user that does not exist.
-    own = Path(os.path.expanduser(environ.get("NCCL_CONF_FILE") or own_file))
-    for name, path in ((system_file, root / system_file.lstrip("/")), (str(own), own)):
-        for line in _read_lines(path):
-            if line.strip() and not line.startswith("#"):
-                yield _row("nccl file", f"{name}: {line.strip()}")
+    own_file = os.path.expanduser(environ.get("NCCL_CONF_FILE") or own_file)
+    yield from _settings(system_file, root / system_file.lstrip("/"))
+    yield from _settings(own_file, Path(own_file))
+
+
+def _settings(name: str, path: Path) -> Iterator[str]:
+    """Yields a row for each setting in a file of NCCL."""
+    for line in _read_lines(path):
+        if line.strip() and not line.startswith("#"):
+            yield _row("nccl file", f"{name}: {line.strip()}")

@@ -236,7 +236,7 @@ def test_processes_take_equal_parts_of_the_devices():
 
 @pytest.mark.parametrize(("num_devices", "visible"), [(3, "0,1,2"), (4, "all"), (5, "all")])
 def test_a_process_alone_uses_its_first_gpus(num_devices, visible):
-    """The GPUs are made up: what is checked is what jax is told before it looks for them."""
+    """Without GPUs: the test checks the options that jax gets before it looks for them."""
     program = (
         "from jax._src.xla_bridge import CUDA_VISIBLE_DEVICES; "
         "from meshtrain.cluster import environment, runtime; "

@@ -318,6 +318,22 @@ def test_a_short_held_out_batch_without_weights_is_left_out():
         train_unweighted(c, full, eval_data=full[2:])
 
 
+def run_two(program, file):
+    """Runs a program in two processes; returns what process 0 writes to the file."""
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
+    environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(file)],
+            cwd=ROOT,
+            env={**environ, "JAX_PROCESS_ID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    return json.loads(file.read_text())
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_fill_short_batches_from_rows_of_their_own(tmp_path):
@@ -346,22 +362,11 @@ train(c, model=model, data=own, on_metrics=found.append)
 if jax.process_index() == 0:
     json.dump([row["row"] for row in found], open(sys.argv[1], "w"))
 """
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
-    environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path / "found.json")],
-            cwd=ROOT,
-            env={**environ, "JAX_PROCESS_ID": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=200) for process in processes] == [0, 0]
+    found = run_two(program, tmp_path / "found.json")
     streams = []
     for process in range(2):
         epoch = np.concatenate([part["row"] for part in batches(process=process, num_processes=2)])
         streams.append(np.resize(epoch, 28).reshape(7, 4))
-    found = json.loads((tmp_path / "found.json").read_text())
     np.testing.assert_allclose(found, np.concatenate(streams, 1).mean(1), rtol=1e-6)
 
 
@@ -396,18 +401,7 @@ except ConfigError as error:
 else:
     raise AssertionError("both processes hold all rows")
 """
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
-    environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path / "found.json")],
-            cwd=ROOT,
-            env={**environ, "JAX_PROCESS_ID": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=200) for process in processes] == [0, 0]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = run_two(program, tmp_path / "found.json")
     np.testing.assert_allclose(found, [[row["loss"], row["row"]] for row in expected], rtol=1e-5)
 
 
