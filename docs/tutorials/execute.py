@@ -39,7 +39,13 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
 
 
 def main(names: list[str]) -> None:
-    for path in [FOLDER / name for name in names] or sorted(FOLDER.glob("*.ipynb")):
+    notebooks = sorted(FOLDER.glob("*.ipynb"))
+    known = [path.name for path in notebooks]
+    for name in names:
+        if name not in known:
+            print(f"{name}: no such notebook; use some of {', '.join(known)}", file=sys.stderr)
+            sys.exit(2)
+    for path in [FOLDER / name for name in names] or notebooks:
         began = time.monotonic()
         notebook = execute(path, FOLDER)
         nbformat.write(notebook, path)

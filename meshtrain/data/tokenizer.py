@@ -102,9 +102,12 @@ def load(path: str | Path, eos: str = "") -> Tokenizer:
         path = existing[0]
     try:
         with foreign.open_file(path) as file:
-            is_json = path.suffix == ".json" or file.read(64).lstrip()[:1] == b"{"
+            start = file.read(64)
     except OSError as error:
         raise ConfigError(f"tokenizer {path}: {error.strerror}; {accepted}") from None
+    if not start:
+        raise ConfigError(f"tokenizer {path}: is empty; {accepted}")
+    is_json = path.suffix == ".json" or start.lstrip()[:1] == b"{"
     tokenizer, ids = _huggingface(path) if is_json else _sentencepiece(path)
     tokenizer = _with_config(tokenizer, ids, chat_template.read_config(path.parent))
     if entry:

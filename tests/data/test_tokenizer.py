@@ -325,6 +325,15 @@ HOSTILE = {
 }
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "a"])
+def test_an_empty_file_is_no_tokenizer(name, tmp_path, capfd):
+    """SentencePiece takes one for a model, and writes errors of its own."""
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"^tokenizer .*{name}: is empty; use bytes, a tokenizer"):
+        tokenizer.load(tmp_path / name)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_tokenizer_is_one_line(tmp_path, capfd, case):
     """The package panics, which is no Exception, and prints a page to stderr."""
