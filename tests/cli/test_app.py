@@ -82,6 +82,11 @@ def run(*arguments):
         ([QUICKSTART, "--platform=rocm"], 2, "--platform=rocm: use one of cpu, cuda, tpu"),
         ([QUICKSTART, "--backend=nccl"], 2, "--backend: unknown argument; --platform=cpu, cuda or"),
         (
+            [QUICKSTART, "--platform=gpu", "--simulate_devices=2"],  # as many call it
+            2,
+            "--platform=cuda and --simulate_devices=2: simulated devices are CPUs; give one of",
+        ),
+        (
             [QUICKSTART, "--platform=tpu", "--simulate_devices=2"],
             2,
             "--platform=tpu and --simulate_devices=2: simulated devices are CPUs; give one of",
