@@ -2,8 +2,8 @@
 
 import gzip
 import json
-import resource
 import os
+import resource
 import subprocess
 import sys
 from types import SimpleNamespace
