@@ -196,9 +196,17 @@ def test_the_same_cell_again_takes_no_step_and_with_more_steps_resumes(outputs, 
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
+@pytest.fixture
+def interrupts():
+    """SIGINT raises KeyboardInterrupt, as in a kernel; a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("presses", [1, 2])
 def test_an_interrupt_saves_a_second_one_raises_and_the_next_run_resumes(
-    outputs, tmp_path, presses, capsys
+    outputs, interrupts, tmp_path, presses, capsys
 ):
     def press(row):
         # In the main thread, where the handler follows at once: else two signals could become one.
