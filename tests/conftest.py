@@ -65,6 +65,19 @@ def few_programs():
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def environment():
+    """Undoes a test's changes of variables, which the processes of later tests would inherit.
+
+    The main function of a script sets some for its own children, and tests call it.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(dict(before.items() - os.environ.items()))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def locations(request):
     """In these folders, operations have the lines of the code that made them."""

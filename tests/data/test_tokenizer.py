@@ -20,9 +20,6 @@ from tests.lib.prepare import (
     write_jsonl,
 )
 
-# ---- tokenizers ----
-
-
 LLAMA = min(split_points.SAFE_PATTERNS, key=len)
 
 
@@ -261,16 +258,6 @@ def test_a_text_of_one_line_is_not_split(tmp_path, monkeypatch):
     assert [len(one) for one in tokenizer.load("bytes").pieces("x" * 250)] == [100, 100, 50]
 
 
-# ---- reading a prepared folder ----
-
-
-def test_an_empty_tokenizer_json_is_not_read_as_a_sentencepiece_model(tmp_path):
-    (tmp_path / "tokenizer.json").touch()
-    pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
-    with pytest.raises(ConfigError, match="tokenizer.json is not a tokenizer.json"):
-        tokenizer.load(tmp_path)
-
-
 def split_at(pattern):
     return {
         "type": "Split",
@@ -329,8 +316,9 @@ HOSTILE = {
 def test_an_empty_file_is_no_tokenizer(name, tmp_path, capfd):
     """SentencePiece takes one for a model, and writes errors of its own."""
     (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=f"^tokenizer .*{name}: is empty; use bytes, a tokenizer"):
-        tokenizer.load(tmp_path / name)
+    for path in [tmp_path / name] if name == "a" else [tmp_path / name, tmp_path]:
+        with pytest.raises(ConfigError, match=f"^tokenizer .*{name}: is empty; use bytes, a"):
+            tokenizer.load(path)
     assert capfd.readouterr().err == ""
 
 
