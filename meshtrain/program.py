@@ -16,7 +16,7 @@ from meshtrain.config.schema import Config, changed_sync_key, has_sync_feedback
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import STATS_KEY, Model, Params
-from meshtrain.ops import dropout
+from meshtrain.ops import dropout, kernels
 from meshtrain.optim import base as optim
 from meshtrain.parallel import context, grad_sync, sharding, xla
 from meshtrain.parallel.mesh import make_mesh, network_of
@@ -44,6 +44,7 @@ class Program:
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
     context_method: str = "gather"  # see `context.choose`
+    kernels: str = "plain"  # see `kernels.use`
     sync: grad_sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
 
     def optimizer_and_state_of(
@@ -59,7 +60,8 @@ class Program:
     def active(self) -> Iterator[None]:
         """Sets the mesh and the rules. Trace, compile and run the functions inside this context."""
         method = context.active_method(self.context_method)
-        with jax.set_mesh(self.mesh), sharding.use_rules(self.rules), method:
+        formulas = kernels.use(self.kernels)
+        with jax.set_mesh(self.mesh), sharding.use_rules(self.rules), method, formulas:
             yield
 
     def initial_state(
@@ -238,6 +240,7 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         eval_step=eval_step,
         compiler_options=xla.options(train.xla_preset, mesh, without=without),
         context_method=_context_method(cfg, mesh),
+        kernels=train.kernels,
         sync=sync,
     )
 

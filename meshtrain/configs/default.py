@@ -82,9 +82,13 @@ def get_config() -> ConfigDict:
     # TPU: all or 1
     train.unroll = 12
     # set of compiler options: "none"; "overlap", collectives overlap with computation, and XLA
-    # computes nothing again by itself to save memory; "cuda_graphs"; "auto", which is "overlap" on
-    # several GPUs and "none" otherwise
+    # computes nothing again by itself to save memory; "cublas": matrix products by cuBLAS with their
+    # bias and activation, none by Triton; "cuda_graphs"; "auto": on GPUs "cublas", on several
+    # "overlap" too, otherwise "none"
     train.xla_preset = "auto"
+    # formulas of norms, feed-forward and loss: "plain", or "fused", which have derivatives of their
+    # own and keep and read less; "auto": "fused" on GPUs, otherwise "plain"
+    train.kernels = "auto"
     # compute dtype: "float32", "bfloat16", "float64", or "float16", which scales the loss
     # dynamically and skips steps whose gradients overflow
     train.dtype = "float32"

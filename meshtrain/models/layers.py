@@ -18,6 +18,9 @@ from meshtrain.data.source import Batch
 from meshtrain.models.base import CacheState
 from meshtrain.models.rope import rope
 from meshtrain.models.transformer_config import TransformerConfig
+from meshtrain.ops import kernels
+from meshtrain.ops.feed_forward import add_bias, gated_product, gelu
+from meshtrain.ops.norms import normalise
 from meshtrain.parallel.remat import recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
@@ -210,6 +213,10 @@ class MLP(nnx.Module):
 
     def __call__(self, norm: Callable[[jax.Array], jax.Array], x_BSD: jax.Array) -> jax.Array:
         """Returns the feed-forward of `norm(x)`."""
+        if kernels.are_fused():
+            # One region: the gradient of the bias is added in the pass that computes the gradient
+            # of the activation. What is kept has names, see ops/kernels.py.
+            return recomputed(lambda x_BSD: self._combine(*self._project(norm(x_BSD))), x_BSD)
         projected = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
         return recomputed(self._combine, *projected)
 
@@ -219,12 +226,27 @@ class MLP(nnx.Module):
         return self.up(x_BSD), self.gate(x_BSD)
 
     def _combine(self, up_BSF, gate_BSF=None):
+        is_fused = kernels.are_fused()
         if gate_BSF is None:
-            hidden_BSF = jax.nn.gelu(up_BSF)
+            hidden_BSF = gelu(up_BSF) if is_fused else jax.nn.gelu(up_BSF)
+        elif is_fused and self.down.dot_general is flat_dot_general:  # no adapter
+            out_BSD = gated_product(
+                _product_of_hidden,
+                self.gate_activation,
+                up_BSF,
+                gate_BSF,
+                self.down.kernel[...].astype(up_BSF.dtype),
+            )
+            return self.down.with_bias(out_BSD)
         else:
             hidden_BSF = self.gate_activation(gate_BSF) * up_BSF
         hidden_BSF = checkpoint_name(constrain(hidden_BSF, "batch", "seq", "mlp"), "mlp")
         return self.down(hidden_BSF)
+
+
+def _product_of_hidden(hidden_BSF: jax.Array, kernel_FD: jax.Array) -> jax.Array:
+    hidden_BSF = constrain(hidden_BSF, "batch", "seq", "mlp")
+    return flat_dot_general(hidden_BSF, kernel_FD, (((2,), (0,)), ((), ())))
 
 
 # ---- parts: norms, linear maps, embeddings, initial values ----
@@ -246,10 +268,10 @@ def norm(
 
     options = dict(promote_dtype=promote, rngs=rngs)
     if kind == "rms":
-        return nnx.RMSNorm(dim, epsilon=epsilon, scale_metadata=names, **options)
+        return RMSNorm(dim, epsilon=epsilon, scale_metadata=names, **options)
     if kind == "rms_1p":
         return RMSNorm1p(dim, epsilon=epsilon, scale_metadata=names)
-    return nnx.LayerNorm(
+    return LayerNorm(
         dim,
         epsilon=epsilon,
         use_bias=bias,
@@ -260,6 +282,27 @@ def norm(
     )
 
 
+class LayerNorm(nnx.LayerNorm):
+    """LayerNorm with a scale and, if it has one, a bias."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not kernels.are_fused():
+            return super().__call__(x)
+        vectors = (self.scale[...], None if self.bias is None else self.bias[...])
+        x, scale, bias = self.promote_dtype((x, *vectors))
+        return normalise(x, scale, bias, True, self.epsilon)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """RMSNorm with a scale."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not kernels.are_fused():
+            return super().__call__(x)
+        x, scale = self.promote_dtype((x, self.scale[...]))
+        return normalise(x, scale, None, False, self.epsilon)
+
+
 class RMSNorm1p(nnx.Module):
     """RMSNorm that multiplies by 1 + scale, as in Gemma; the scale starts at zero."""
 
@@ -268,6 +311,9 @@ class RMSNorm1p(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if kernels.are_fused():
+            wide = self.scale[...].astype(jnp.promote_types(x.dtype, jnp.float32))
+            return normalise(x, 1 + wide, None, False, self.epsilon)
         dtype, x = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normalized = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + self.epsilon)
         scale = 1 + self.scale[...].astype(x.dtype)
@@ -284,11 +330,13 @@ class NormOfAllHeads(nnx.Module):
 
     def __call__(self, x_BSHK: jax.Array) -> jax.Array:
         dtype, x = x_BSHK.dtype, x_BSHK.astype(jnp.promote_types(x_BSHK.dtype, jnp.float32))
+        scale_HK = gathered(self.scale[...], self.names, (self.names[0], None)).astype(x.dtype)
+        scale_HK += self.kind == "rms_1p"
+        if kernels.are_fused():
+            return normalise(x_BSHK, scale_HK, None, self.kind == "layer", self.epsilon)
         if self.kind == "layer":
             x -= x.mean((-2, -1), keepdims=True)
         x *= jax.lax.rsqrt((x**2).mean((-2, -1), keepdims=True) + self.epsilon)
-        scale_HK = gathered(self.scale[...], self.names, (self.names[0], None)).astype(x.dtype)
-        scale_HK += self.kind == "rms_1p"
         return (x * scale_HK[None, None]).astype(dtype)
 
 
@@ -324,7 +372,23 @@ class Linear(nnx.LinearGeneral):
 
     def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
         dtype = jnp.promote_types(x.dtype, self.kernel.dtype)
-        return super().__call__(x, out_sharding).astype(dtype)
+        is_adapted = self.dot_general is not flat_dot_general
+        if self.bias is None or is_adapted or not kernels.are_fused():
+            return super().__call__(x, out_sharding).astype(dtype)
+        # A product of two dims, and a bias of one: as an epilogue cuBLAS takes no other.
+        num_in = len(self.axis)
+        kernel = self.kernel[...].astype(dtype)
+        kernel = kernel.reshape(*kernel.shape[:num_in], -1)
+        dims = tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in))
+        out = self.dot_general(x.astype(dtype), kernel, (dims, ((), ())))
+        return self.with_bias(out)
+
+    def with_bias(self, out: jax.Array) -> jax.Array:
+        """Returns the layer's output from a product (..., output), whose dims are one."""
+        if self.bias is None:
+            return out
+        out = add_bias(out, self.bias[...].reshape(-1))
+        return out.reshape(*out.shape[:-1], *self.out_features)
 
 
 def _with_wide_bias(arrays, **options):

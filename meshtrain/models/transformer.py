@@ -31,6 +31,7 @@ from meshtrain.models.layers import (
     norm,
 )
 from meshtrain.models.transformer_config import TransformerConfig
+from meshtrain.ops import kernels
 from meshtrain.ops.attention import (
     attention,
     choose_for_context,
@@ -39,7 +40,7 @@ from meshtrain.ops.attention import (
 )
 from meshtrain.ops.dropout import OfAttention, at_layer, dropout
 from meshtrain.ops.embedding import lookup
-from meshtrain.ops.losses import chunked_cross_entropy
+from meshtrain.ops.losses import chunked_cross_entropy, cross_entropy, fused_cross_entropy
 from meshtrain.parallel import context
 from meshtrain.parallel.remat import rematerialised
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
@@ -100,8 +101,7 @@ class EmbeddingAndHead(nnx.Module):
     def project(self, kernel_DV: jax.Array, x_BSD: jax.Array) -> jax.Array:
         """Returns the logits (B, S, V) of activations that are already normalised."""
         c = self.c
-        logits_BSV = flat_dot_general(x_BSD, kernel_DV, (((2,), (0,)), ((), ())))
-        logits_BSV = constrain(logits_BSV, "batch", "seq", "vocab")
+        logits_BSV = self.raw_logits(kernel_DV, x_BSD)
         if c.logit_softcap:
             # The loss needs float32: a tanh in bfloat16 rounds the logits three times more.
             logits_BSV = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
@@ -111,18 +111,33 @@ class EmbeddingAndHead(nnx.Module):
         is_token_V = jnp.arange(logits_BSV.shape[-1]) < c.vocab_size  # the rest is padding
         return jnp.where(is_token_V[None, None], logits_BSV, jnp.finfo(logits_BSV.dtype).min)
 
+    def raw_logits(self, kernel_DV: jax.Array, x_BSD: jax.Array) -> jax.Array:
+        """Returns the logits (B, S, V) without the soft cap; those of the padding are any."""
+        logits_BSV = flat_dot_general(x_BSD, kernel_DV, (((2,), (0,)), ((), ())))
+        return constrain(logits_BSV, "batch", "seq", "vocab")
+
     def loss(self, x: Any, batch: Batch) -> Metrics:
         """Returns the sums of the loss, including that of the layers of a mixture of experts."""
         c = self.c
         x_BSD, loss_BS = x if c.num_experts else (x, None)
         x_BSD = constrain(self.final_norm(x_BSD), "batch", "seq", "residual")
+        project = self.project
+        loss_of = partial(cross_entropy, z_loss=c.z_loss)
+        if kernels.are_fused():
+            project = self.raw_logits
+            loss_of = partial(
+                fused_cross_entropy,
+                z_loss=c.z_loss,
+                vocab_size=c.vocab_size,
+                softcap=c.logit_softcap,
+            )
         metrics = chunked_cross_entropy(
-            self.project,
+            project,
             self.kernel(),
             x_BSD,
             batch.targets,
             batch.weights,
-            z_loss=c.z_loss,
+            loss_of=loss_of,
             mib=c.loss_chunk_mib,
         )
         if loss_BS is None:

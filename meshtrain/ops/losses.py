@@ -28,12 +28,103 @@ def cross_entropy(
     log_z_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
     # Compare instead of gather: XLA partitions the comparison over a sharded vocabulary and fuses
     # it into one pass; a gather from sharded operands can abort the process.
-    vocab_V = jnp.arange(logits_BSV.shape[-1], dtype=targets_BS.dtype)
-    is_target_BSV = vocab_V[None, None, :] == targets_BS[..., None]
-    nll_BS = log_z_BS - jnp.sum(jnp.where(is_target_BSV, logits_BSV, 0), axis=-1)
+    is_target_BSV = _is_target(logits_BSV, targets_BS)
+    target_BS = jnp.sum(jnp.where(is_target_BSV, logits_BSV, 0), axis=-1)
+    return _sums(log_z_BS, target_BS, weights_BS, z_loss)
+
+
+def fused_cross_entropy(
+    logits_BSV: jax.Array,
+    targets_BS: jax.Array,
+    weights_BS: jax.Array,
+    *,
+    z_loss: float,
+    vocab_size: int,
+    softcap: float,
+) -> Metrics:
+    """Returns the `cross_entropy` of logits with a soft cap (0: none) and without the padding.
+
+    The forward pass reads the logits once, and the backward pass once, where it writes their
+    gradients. `jax.grad` of the plain formula reads them twice, and selects what is padding.
+    """
+    log_z_BS, target_BS = _log_z_and_target(logits_BSV, targets_BS, vocab_size, softcap)
+    return _sums(log_z_BS, target_BS, weights_BS, z_loss)
+
+
+def _sums(
+    log_z_BS: jax.Array, target_BS: jax.Array, weights_BS: jax.Array, z_loss: float
+) -> Metrics:
+    nll_BS = log_z_BS - target_BS
     if z_loss == 0:
         return weighted(nll_BS, weights_BS)
     return weighted(nll_BS + z_loss * log_z_BS**2, weights_BS, cross_entropy=nll_BS)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _log_z_and_target(
+    logits_BSV: jax.Array, targets_BS: jax.Array, vocab_size: int, softcap: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the logsumexp of the scores, and the score of the target, each (B, S)."""
+    return _read_once(logits_BSV, targets_BS, vocab_size, softcap)[0]
+
+
+def _read_once(logits_BSV, targets_BS, vocab_size, softcap):
+    """Adds up exponentials relative to the largest score so far (arXiv 1805.02867)."""
+    scores_BSV = _without_padding(_capped(logits_BSV, softcap), vocab_size)
+
+    def merge(first, second):
+        largest = jnp.maximum(first[0], second[0])
+        factor = jnp.exp(-jnp.abs(first[0] - second[0]))  # of the sum with the smaller maximum
+        is_first = first[0] >= second[0]
+        total = jnp.where(is_first, first[1] + second[1] * factor, first[1] * factor + second[1])
+        return largest, total, first[2] + second[2]
+
+    is_target_BSV = _is_target(scores_BSV, targets_BS)
+    operands = scores_BSV, jnp.ones_like(scores_BSV), jnp.where(is_target_BSV, scores_BSV, 0)
+    zero = jnp.zeros((), scores_BSV.dtype)
+    start = jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero
+    largest_BS, total_BS, target_BS = jax.lax.reduce(operands, start, merge, (2,))
+    log_z_BS = largest_BS + jnp.log(total_BS)
+    return (log_z_BS, target_BS), (logits_BSV, targets_BS, log_z_BS)
+
+
+def _gradient_of_logits(vocab_size, softcap, residuals, grads):
+    logits_BSV, targets_BS, log_z_BS = residuals
+    grad_log_z_BS, grad_target_BS = grads
+    capped_BSV = _capped(logits_BSV, softcap)
+    scores_BSV = _without_padding(capped_BSV, vocab_size)
+    grad_BSV = jnp.exp(scores_BSV - log_z_BS[..., None]) * grad_log_z_BS[..., None]
+    grad_BSV += jnp.where(_is_target(scores_BSV, targets_BS), grad_target_BS[..., None], 0)
+    if softcap:
+        grad_BSV *= 1 - jnp.square(capped_BSV / softcap)
+    return grad_BSV.astype(logits_BSV.dtype), None
+
+
+def _capped(logits_BSV: jax.Array, softcap: float) -> jax.Array:
+    """Returns the logits in float32 or wider, with a soft cap (arXiv 2408.00118; 0: none)."""
+    logits_BSV = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
+    return softcap * jnp.tanh(logits_BSV / softcap) if softcap else logits_BSV
+
+
+def _without_padding(scores_BSV: jax.Array, vocab_size: int) -> jax.Array:
+    """Returns scores whose exponentials are 0 from `vocab_size` on.
+
+    They are finite: a device may have nothing but padding. An addition costs less than a selection.
+    """
+    padded = scores_BSV.shape[-1]
+    if padded == vocab_size:
+        return scores_BSV
+    lowest = jnp.finfo(scores_BSV.dtype).min / 2
+    padding_V = jnp.where(jnp.arange(padded) < vocab_size, 0, lowest).astype(scores_BSV.dtype)
+    return scores_BSV + padding_V[None, None]
+
+
+def _is_target(scores_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    vocab_V = jnp.arange(scores_BSV.shape[-1], dtype=targets_BS.dtype)
+    return vocab_V[None, None, :] == targets_BS[..., None]
+
+
+_log_z_and_target.defvjp(_read_once, _gradient_of_logits)
 
 
 def chunked_cross_entropy(
@@ -43,17 +134,19 @@ def chunked_cross_entropy(
     targets_BS: jax.Array,
     weights_BS: jax.Array,
     *,
-    z_loss: float,
+    loss_of: Callable[[jax.Array, jax.Array, jax.Array], Metrics],
     mib: float,
 ) -> Metrics:
-    """Returns the `cross_entropy` of the logits `project(kernel, x)`, computed in chunks of tokens.
+    """Returns the loss of the logits `project(kernel, x)`, computed in chunks of tokens.
+
+    `loss_of` is a function of logits, targets and weights, such as `cross_entropy`.
 
     A chunk has at most `mib` MiB of float32 logits on each device. There is one chunk if `mib` is
     0, or in float16, where the loss must be scaled before its gradient is computed. The gradients
     of a chunk are computed together with its loss, so logits are neither stored nor recomputed.
     Only Metrics.loss has a gradient. `project` must not close over arrays.
     """
-    loss = partial(_chunk_loss, project, z_loss)
+    loss = partial(_chunk_loss, project, loss_of)
     # Each slice of the batch and of the sequence sums its own chunks; otherwise XLA would
     # all-reduce in every chunk.
     axes, num_rows, num_parts = sharding.token_slices(AXES, targets_BS.shape[1])
@@ -89,9 +182,11 @@ def _num_chunks(num_tokens: int, vocab: int, mib: float) -> int:
     return next(divisors, fewest)
 
 
-def _chunk_loss(project: Callable, z_loss: float, kernel_DV: jax.Array, chunk: tuple) -> Metrics:
+def _chunk_loss(
+    project: Callable, loss_of: Callable, kernel_DV: jax.Array, chunk: tuple
+) -> Metrics:
     x_BSD, targets_BS, weights_BS = chunk
-    return cross_entropy(project(kernel_DV, x_BSD), targets_BS, weights_BS, z_loss=z_loss)
+    return loss_of(project(kernel_DV, x_BSD), targets_BS, weights_BS)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -7,6 +7,11 @@ import jax
 
 from meshtrain.parallel import accelerator
 
+# Names of arrays that also a `recomputed` region keeps: those of the formulas with derivatives of
+# their own, see ops/kernels.py.
+STATISTICS, MLP_UP, MLP_GATE, MLP_GELU = "norm_statistics", "mlp_up", "mlp_gate", "mlp_gelu"
+KEPT = (STATISTICS, MLP_UP, MLP_GATE, MLP_GELU)
+
 # Part of the key of jax's caches of traces, as the rules of `sharding` are.
 _in_rematerialised = jax.make_user_context(default_value=False)
 
@@ -43,7 +48,7 @@ def rematerialised(function: Callable, remat: str, *, in_loop: bool = False) -> 
 
 
 def recomputed(function: Callable, *args: jax.Array) -> Any:
-    """Returns `function(*args)`; its backward pass keeps only `args` and runs it again.
+    """Returns `function(*args)`; its backward pass keeps `args` and KEPT, and runs it again.
 
     For cheap operations followed by a matrix product: the product's result is kept by its consumer,
     so no product is computed twice.
@@ -54,4 +59,5 @@ def recomputed(function: Callable, *args: jax.Array) -> Any:
     # computation, that is if all layers are unrolled. On CPU that is welcome: time is scarce there,
     # not memory.
     barrier = accelerator.platform() != "cpu"
-    return jax.checkpoint(function, prevent_cse=barrier)(*args)
+    policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
+    return jax.checkpoint(function, prevent_cse=barrier, policy=policy)(*args)

@@ -23,14 +23,17 @@ def options(
 ) -> dict[str, bool | int | str]:
     """Returns the options of a preset that this version of XLA knows, but those in `without`.
 
-    "auto" means "overlap" on several GPUs, else "none".
+    "auto" means "cublas" on GPUs, with "overlap" on several, else "none".
     """
+    presets = [preset]
     if preset == "auto":
-        is_gpu = mesh.devices.flat[0].platform == "gpu"
-        preset = "overlap" if mesh.size > 1 and is_gpu else "none"
+        presets = []
+        if mesh.devices.flat[0].platform == "gpu":
+            presets = ["cublas", "overlap"] if mesh.size > 1 else ["cublas"]
     version = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
     chosen = {}
-    for name, value in XLA_PRESETS[preset].items():
+    values = {name: value for one in presets for name, value in XLA_PRESETS[one].items()}
+    for name, value in values.items():
         is_removed = name in XLA_OPTIONS_REMOVED_IN and version >= XLA_OPTIONS_REMOVED_IN[name]
         is_later = name in XLA_OPTIONS_ADDED_IN and version < XLA_OPTIONS_ADDED_IN[name]
         if name not in without and not (is_removed or is_later):

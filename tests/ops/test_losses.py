@@ -1,18 +1,31 @@
 """Cross-entropy against its formula, in one piece and in chunks."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from meshtrain.ops import losses
-from meshtrain.ops.losses import chunked_cross_entropy, cross_entropy
+from meshtrain.ops.losses import chunked_cross_entropy, cross_entropy, fused_cross_entropy
 
 B, S, V = 2, 3, 5
 RNG = np.random.default_rng(0)
 LOGITS = jnp.array(3 * RNG.normal(size=(B, S, V)), jnp.float32)
 TARGETS = jnp.array(RNG.integers(0, V, (B, S)), jnp.int32)
 WEIGHTS = jnp.array([[1, 0, 0.5], [1, 1, 2]], jnp.float32)
+
+
+KINDS = {
+    "plain": cross_entropy,
+    "fused": partial(fused_cross_entropy, vocab_size=V, softcap=0.0),
+}
+
+
+@pytest.fixture(params=KINDS)
+def loss_of(request):
+    return KINDS[request.param]
 
 
 def formula(logits, *, z_loss=0.0):
@@ -23,9 +36,9 @@ def formula(logits, *, z_loss=0.0):
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_loss_and_gradient_equal_the_formula(z_loss):
+def test_loss_and_gradient_equal_the_formula(loss_of, z_loss):
     def loss(logits):
-        return cross_entropy(logits, TARGETS, WEIGHTS, z_loss=z_loss).loss
+        return loss_of(logits, TARGETS, WEIGHTS, z_loss=z_loss).loss
 
     value, grad = jax.value_and_grad(loss)(LOGITS)
     expected, expected_grad = jax.value_and_grad(formula)(LOGITS, z_loss=z_loss)
@@ -33,41 +46,84 @@ def test_loss_and_gradient_equal_the_formula(z_loss):
     np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-6)
 
 
-def test_with_z_loss_the_cross_entropy_is_an_extra_metric():
-    with_z = cross_entropy(LOGITS, TARGETS, WEIGHTS, z_loss=0.1)
-    without = cross_entropy(LOGITS, TARGETS, WEIGHTS, z_loss=0.0)
+def test_with_z_loss_the_cross_entropy_is_an_extra_metric(loss_of):
+    with_z = loss_of(LOGITS, TARGETS, WEIGHTS, z_loss=0.1)
+    without = loss_of(LOGITS, TARGETS, WEIGHTS, z_loss=0.0)
     assert with_z.weight == without.weight == WEIGHTS.sum()
     assert with_z.extra == {"cross_entropy": without.loss} and without.extra == {}
 
 
-def test_a_target_without_weight_may_be_outside_the_vocabulary():
+def test_a_target_without_weight_may_be_outside_the_vocabulary(loss_of):
     targets = jnp.where(WEIGHTS == 0, -100, TARGETS)
     logits = jnp.where(WEIGHTS[..., None] == 0, jnp.nan, LOGITS)
-    loss = cross_entropy(logits, targets, WEIGHTS, z_loss=0.1).loss
+    loss = loss_of(logits, targets, WEIGHTS, z_loss=0.1).loss
     np.testing.assert_allclose(loss, formula(LOGITS, z_loss=0.1), rtol=1e-6)
 
 
-def test_a_token_masked_by_an_infinite_logit_has_no_effect():
+def test_a_token_masked_by_an_infinite_logit_has_no_effect(loss_of):
     masked = (jnp.arange(V) == 4)[None, None] & (TARGETS != 4)[..., None]
     logits = jnp.where(masked, -jnp.inf, LOGITS)
-    loss = cross_entropy(logits, TARGETS, WEIGHTS, z_loss=0.0).loss
+    loss = loss_of(logits, TARGETS, WEIGHTS, z_loss=0.0).loss
     np.testing.assert_allclose(loss, formula(logits), rtol=1e-6)
 
 
-def test_large_logits_do_not_overflow():
-    large = cross_entropy(LOGITS + 1e4, TARGETS, WEIGHTS, z_loss=0.0).loss
+def test_large_logits_do_not_overflow(loss_of):
+    large = loss_of(LOGITS + 1e4, TARGETS, WEIGHTS, z_loss=0.0).loss
     np.testing.assert_allclose(large, formula(LOGITS), rtol=1e-2)
 
 
 @pytest.mark.parametrize(
     ("dtype", "computed"), [("bfloat16", "float32"), ("float16", "float32"), ("float64", "float64")]
 )
-def test_the_loss_is_computed_in_float32_or_wider(dtype, computed):
+def test_the_loss_is_computed_in_float32_or_wider(loss_of, dtype, computed):
     with jax.enable_x64(True):
         logits = LOGITS.astype(dtype)
-        loss = cross_entropy(logits, TARGETS, WEIGHTS, z_loss=0.0).loss
+        loss = loss_of(logits, TARGETS, WEIGHTS, z_loss=0.0).loss
         assert loss.dtype == computed
         np.testing.assert_allclose(loss, formula(logits.astype("float64")), rtol=1e-6)
+
+
+PADDED = jnp.pad(LOGITS, [(0, 0), (0, 0), (0, 3)], constant_values=7.0)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_the_fused_loss_caps_the_logits_and_leaves_out_the_padding(softcap, z_loss):
+    """Also where a device has nothing but padding: the last two logits, of which it is one half."""
+
+    def expected_loss(logits):
+        capped = softcap * jnp.tanh(logits / softcap) if softcap else logits
+        return formula(capped[..., :V], z_loss=z_loss)
+
+    def loss(logits):
+        options = dict(z_loss=z_loss, vocab_size=V, softcap=softcap)
+        return fused_cross_entropy(logits, TARGETS, WEIGHTS, **options).loss
+
+    with jax.enable_x64(True):
+        logits = PADDED.astype("float64")
+        value, grad = jax.value_and_grad(loss)(logits)
+        expected, expected_grad = jax.value_and_grad(expected_loss)(logits)
+        np.testing.assert_allclose(value, expected, rtol=1e-12)
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-12, atol=1e-14)
+        assert not grad[..., V:].any()
+        mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+        sharded = jax.device_put(logits, jax.NamedSharding(mesh, jax.P(None, None, "tensor")))
+        on_mesh = jax.jit(jax.value_and_grad(loss))(sharded)
+        np.testing.assert_allclose(on_mesh[0], expected, rtol=1e-12)
+        np.testing.assert_allclose(on_mesh[1], expected_grad, rtol=1e-12, atol=1e-14)
+
+
+def test_the_fused_loss_keeps_nothing_as_large_as_the_logits_in_float32():
+    """The residuals are the logits in their own dtype, and the logsumexp of each token."""
+    logits = PADDED.astype("bfloat16")
+    options = dict(z_loss=0.1, vocab_size=V, softcap=2.0)
+
+    def loss(logits):
+        return fused_cross_entropy(logits, TARGETS, WEIGHTS, **options).loss
+
+    kept = jax.tree.leaves(jax.vjp(loss, logits)[1])
+    large = [leaf.dtype for leaf in kept if leaf.size >= logits.size]
+    assert large == [jnp.bfloat16]
 
 
 # ---- in chunks ----
@@ -91,7 +147,15 @@ def loss_and_grads(mib, dtype="float64", scale=1.0, shape=(ROWS, LENGTH)):
     targets, weights = np.int32(rng.integers(0, V, shape)), rng.integers(0, 3, shape) / 2
 
     def loss(kernel, x):
-        metrics = chunked_cross_entropy(project, kernel, x, targets, weights, z_loss=0.1, mib=mib)
+        metrics = chunked_cross_entropy(
+            project,
+            kernel,
+            x,
+            targets,
+            weights,
+            loss_of=partial(cross_entropy, z_loss=0.1),
+            mib=mib,
+        )
         return metrics.loss * scale, metrics
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
@@ -143,7 +207,8 @@ def test_gradients_of_chunks_are_summed_in_float32():
     def grad_of(num_tokens):
         def loss(kernel):
             given = x[:, :num_tokens], targets[:, :num_tokens], jnp.ones((1, num_tokens))
-            metrics = chunked_cross_entropy(project, kernel, *given, z_loss=0.0, mib=mib_of(1))
+            loss_of = partial(cross_entropy, z_loss=0.0)
+            metrics = chunked_cross_entropy(project, kernel, *given, loss_of=loss_of, mib=mib_of(1))
             assert metrics.loss.dtype == jnp.float32
             return metrics.loss
 
@@ -160,8 +225,15 @@ def test_the_memory_of_chunks_does_not_grow_with_the_vocabulary():
     def temporary_bytes(vocab, mib):
         def loss(kernel, x, targets):
             weights = jnp.ones(targets.shape)
-            inputs, options = (kernel, x, targets, weights), dict(z_loss=0.0, mib=mib)
-            return chunked_cross_entropy(lambda kernel, x: x @ kernel, *inputs, **options).loss
+            return chunked_cross_entropy(
+                lambda kernel, x: x @ kernel,
+                kernel,
+                x,
+                targets,
+                weights,
+                loss_of=partial(cross_entropy, z_loss=0.0),
+                mib=mib,
+            ).loss
 
         shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, vocab), (8, 512, 8))]
         targets = jax.ShapeDtypeStruct((8, 512), jnp.int32)

@@ -319,7 +319,7 @@ def program_of(
     # In low precision `case.clip_norm` is infinite.
     is_full = name == adapters.NONE
     raw["optim"]["clip_norm"] = case.clip_norm if is_full else case.adapters[name].clip_norm
-    for key in ("zero_stage", "num_microbatches", "remat", "unroll"):
+    for key in ("zero_stage", "num_microbatches", "remat", "unroll", "kernels"):
         if key in row:
             raw["train"][key] = row[key]
     if row.get("schedule"):
@@ -440,7 +440,8 @@ def _shrink_experts(model: dict[str, Any]) -> None:
 def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
     """Sets float64, a batch that fits the devices, and synthetic tokens instead of files.
 
-    Attention and loss are computed in one block, and there is dropout; the layouts vary that.
+    Attention and loss are computed in one block, by plain formulas, and there is dropout; the
+    layouts vary that.
     """
     # The layouts vary what is trained, and the laws of the model do.
     raw["adapter"]["rank"] = 0
@@ -463,6 +464,7 @@ def adjust_settings(raw: dict[str, Any], num_devices: int) -> None:
         batch_per_device=0,
         num_microbatches=1,
         unroll=1,
+        kernels="plain",
     )
     raw["optim"].update(warmup_steps=0, moment_dtype="float64")
     if "epsilon" in raw["optim"]:

@@ -215,6 +215,7 @@ _WORDS = {
     "attention_impl": "{} attention",
     "loss_chunks": "{} loss chunks",
     "unroll": "unroll {}",
+    "kernels": "{} kernels",
     "sync_pattern": "{} sums",
     "adapter": "adapter {}",
 }
@@ -223,7 +224,7 @@ _WORDS = {
 _DESCRIBED = {*AXES, "dtype", "zero_stage", "num_microbatches", "remat"}
 _DESCRIBED |= {"schedule", "num_chunks", "keep"}
 
-_DEFAULTS = (("unroll", 1), ("sync_pattern", "xla"))
+_DEFAULTS = (("unroll", 1), ("sync_pattern", "xla"), ("kernels", "plain"))
 
 
 def describe(row: Row) -> str:

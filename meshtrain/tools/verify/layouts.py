@@ -9,7 +9,14 @@ from typing import Any
 import jax
 
 from meshtrain.config import checks
-from meshtrain.config.schema import AXES, CONTEXT_METHODS, KEEP, SYNC_PATTERNS, MeshConfig
+from meshtrain.config.schema import (
+    AXES,
+    CONTEXT_METHODS,
+    KEEP,
+    KERNELS,
+    SYNC_PATTERNS,
+    MeshConfig,
+)
 from meshtrain.parallel.sharding import ZERO_AXES
 from meshtrain.schedules import SCHEDULES
 from meshtrain.tools.verify import adapters
@@ -70,6 +77,7 @@ def _factors(case: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
     if case.is_transformer and "attention_impl" in model:
         factors.append([{"attention_impl": name} for name in ATTENTION_IMPLS])
         factors.append([{"loss_chunks": number} for number in LOSS_CHUNKS])
+        factors.append([{"kernels": name} for name in KERNELS if name != "auto"])
     return factors
 
 

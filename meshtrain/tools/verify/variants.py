@@ -1,6 +1,6 @@
 """Varies the `model` section of a transformer, for the comparison with the reference model.
 
-Some of the sections also have an adapter, which is no key of `model`.
+Some of the sections also have an adapter, or other formulas, which are no keys of `model`.
 """
 
 from collections.abc import Mapping
@@ -21,16 +21,26 @@ ADAPTERS = (
     Adapter(3, 5.0, ("*",), dropout=0.3),
 )
 
+FORMULAS = "kernels"  # `train.kernels` of a section; "plain" without it
+NOT_OF_MODEL = (ADAPTER, FORMULAS)
+
 # Implementations of attention with several blocks, and what `--quick` tries together with each of
 # them.
 BLOCKS = {
-    "xla:5": {"positions": "rope", "rope_scaling": LLAMA3, "dropout": 0.0, ADAPTER: ADAPTERS[0]},
+    "xla:5": {
+        "positions": "rope",
+        "rope_scaling": LLAMA3,
+        "dropout": 0.0,
+        ADAPTER: ADAPTERS[0],
+        FORMULAS: "fused",
+    },
     "blockwise:5": {
         "positions": "learned",
         "rope_scaling": (),
         "embed_scale": 2.0,
         "dropout": 0.2,
         ADAPTER: ADAPTERS[1],
+        FORMULAS: "fused",
     },
 }
 NUM_QUICK = 1 + len(BLOCKS)
@@ -124,6 +134,7 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
         choice("attention_impl", "xla", *BLOCKS),
         choice("loss_chunk_mib", 0.0, _mib(tokens=30)),
         choice(ADAPTER, None, *ADAPTERS),
+        choice(FORMULAS, "plain", "fused"),
     ]
 
 

@@ -295,7 +295,9 @@ def test_choices_of_the_model_are_varied_in_pairs(quickstart):
     assert all(c["num_layers"] > len(c["attention"]) for c in others)
     assert any(c["positions"] == "rope" and c["qk_norm"] and c["attention"] == "lg" for c in others)
     for c in others:
-        transformer.build(**{key: value for key, value in c.items() if key != variants.ADAPTER})
+        model = {key: value for key, value in c.items() if key not in variants.NOT_OF_MODEL}
+        transformer.build(**model)
+    assert {c[variants.FORMULAS] for c in others} == {"plain", "fused"}
     assert {c[variants.ADAPTER] for c in others} == {None, *variants.ADAPTERS}
     quick = others[: variants.NUM_QUICK - 1]
     assert [c["attention_impl"] for c in quick] == list(variants.BLOCKS)

@@ -11,6 +11,7 @@ from meshtrain.data.source import Batch
 from meshtrain.models import lora, transformer
 from meshtrain.models.base import Model, Params, is_measured
 from meshtrain.models.transformer_config import TransformerConfig
+from meshtrain.ops import kernels
 from meshtrain.tools.verify import certificate, variants
 from meshtrain.tools.verify.laws import starting_values
 from meshtrain.tools.verify.reference import adapter as reference_adapter
@@ -98,9 +99,9 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
     """Law: a transformer has the initial values, loss and gradients of the reference model.
 
     Of the initial values, the distributions are compared, see starting_values.py. `c` is a `model`
-    section; besides, it may have an adapter.
+    section; besides, it may have an adapter, and the formulas of the layers.
     """
-    section = {key: value for key, value in c.items() if key != variants.ADAPTER}
+    section = {key: value for key, value in c.items() if key not in variants.NOT_OF_MODEL}
     adapter = c.get(variants.ADAPTER)
     model, random = transformer.build(**section), np.random.default_rng(0)
     typed = TransformerConfig(**section)
@@ -140,7 +141,8 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
         return reference_step.loss(model, params, batch).loss
 
     def losses_and_gradients(params):
-        actual = jax.value_and_grad(model_loss)(params)
+        with kernels.use(c.get(variants.FORMULAS, "plain")):
+            actual = jax.value_and_grad(model_loss)(params)
         return actual, jax.value_and_grad(reference_model.loss)(params, batch, typed, adapter)
 
     results = reference_step.run_compiled(losses_and_gradients, params)
