@@ -51,6 +51,46 @@ def test_gradients_and_updates_equal_one_device_in_float64(layout, name, x64):
     assert_same(found, one_device(**MODELS[name]), rtol=1e-10)
 
 
+GEMMA = dict(
+    norm="rms_1p",
+    mlp="geglu",
+    post_norm=True,
+    tie_embeddings=True,
+    logit_softcap=3.0,
+    vocab_size=60,  # padded, so that a device has padding
+)
+FUSED = {"llama": dict(qk_norm=True), "gpt2": GPT2, "all heads": ALL_HEADS, "gemma": GEMMA}
+FUSED_MESHES = [LAYOUTS[-1], {"tensor": 4}, {"data": 2, "context": 2, "tensor": 2}, {"pipeline": 2}]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(*step, marks=[] if step == (LAYOUTS[-1], "gpt2") else pytest.mark.slow)
+        for step in itertools.product(FUSED_MESHES, FUSED)
+    ],
+    ids=str,
+)
+def test_with_fused_kernels_gradients_and_updates_equal_the_plain_ones(layout, name, x64):
+    c = packed(**FUSED[name])
+    c.train.kernels = "fused"
+    found = Run(c, dtype="float64", **layout).one_step()
+    assert_same(found, one_device(**FUSED[name]), rtol=1e-10)
+
+
+def test_on_cpu_the_kernels_are_the_plain_ones():
+    def step(name):
+        c = tiny_config()
+        c.train.kernels = name
+        run = Run(c)
+        with run.program.active():
+            state = run.program.abstract_state
+            return str(jax.make_jaxpr(run.program.train_step)(state, run.batch()))
+
+    plain = step("plain")
+    assert step("auto") == plain and "custom_vjp" not in plain and step("fused") != plain
+
+
 @pytest.mark.parametrize("num_microbatches", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "layout", [pytest.param({}, marks=pytest.mark.slow), {"data": 2, "fsdp": 2}], ids=str

@@ -12,11 +12,12 @@ from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
 from meshtrain.grads import make_loss
+from meshtrain.ops import kernels
 
 ROWS, LENGTH = 2, 128
 
 
-def kept_arrays(name):
+def kept_arrays(name, formulas="plain"):
     """Returns d_model, and shape and dtype of each array per token that a bfloat16 block keeps."""
     c = load_config(name, ["--config.train.dtype=bfloat16", f"--config.data.seq_len={LENGTH}"])
     model = build_model(parse(c, num_devices=1))
@@ -31,7 +32,8 @@ def kept_arrays(name):
     def vjp(layer, x):
         return jax.vjp(lambda layer, x: model.block(layer, x, batch), layer, x)[1]
 
-    jaxpr = jax.make_jaxpr(vjp)(layer, x).jaxpr
+    with kernels.use(formulas):
+        jaxpr = jax.make_jaxpr(vjp)(layer, x).jaxpr
     weights = {id(var) for var in jaxpr.invars[:-1]}
     residuals = {id(var): var.aval for var in jaxpr.outvars if id(var) not in weights}
     return c.model.d_model, [aval for aval in residuals.values() if aval.shape[:1] == (ROWS,)]
@@ -48,6 +50,18 @@ def test_a_block_keeps_only_the_inputs_and_results_of_its_products(
     kept = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays) / (ROWS * LENGTH)
     assert kept == num_bytes * d_model + 4 * heads
     assert [one.shape for one in arrays if one.dtype == jnp.float32] == [(ROWS, heads, LENGTH)]
+
+
+# The statistics of two norms, of 4 bytes each, and of GPT-2 also GELU: 4 x 2 bytes.
+@pytest.mark.parametrize(
+    ("name", "num_bytes", "heads", "statistics"), [("gpt2", 28, 12, 4), ("llama3", 23, 32, 2)]
+)
+def test_the_fused_formulas_keep_statistics_and_the_epilogue_too(
+    name, num_bytes, heads, statistics, simulated_gpu
+):
+    d_model, arrays = kept_arrays(name, "auto")
+    kept = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays) / (ROWS * LENGTH)
+    assert kept == num_bytes * d_model + 4 * heads + 4 * statistics
 
 
 def num_checkpoints(jaxpr, depth=0):

@@ -65,13 +65,15 @@ def test_options_that_slow_a_step_down_are_left_out(version, tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "size", "preset"),
-    [("cpu", 1, "none"), ("cpu", 8, "none"), ("gpu", 1, "none"), ("gpu", 8, "overlap")]
-    + [("tpu", 8, "none")],
+    ("platform", "size", "expected"),
+    [("cpu", 8, []), ("gpu", 1, ["cublas"]), ("gpu", 8, ["cublas", "overlap"]), ("tpu", 8, [])],
 )
-def test_auto_selects_a_preset_by_platform_and_size(platform, size, preset):
-    devices = fake_mesh(platform, size)
-    assert xla.options("auto", devices) == xla.options(preset, devices)
+def test_auto_selects_presets_by_platform_and_size(platform, size, expected):
+    mesh = fake_mesh(platform, size)
+    options = {}
+    for preset in expected:
+        options |= xla.options(preset, mesh)
+    assert xla.options("auto", mesh) == options
 
 
 def test_quick_options_lower_the_llvm_level_on_cpus_unless_xla_flags_sets_it(monkeypatch):
