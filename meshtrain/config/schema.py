@@ -208,9 +208,9 @@ class TrainConfig:
     remat: str
     unroll: int
     xla_preset: str
-    kernels: str
     dtype: str
     param_dtype: str
+    kernels: str = "auto"
     trainable: str = "*"
     epochs: float = 0.0
     batch_per_device: int = 0

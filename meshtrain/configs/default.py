@@ -82,7 +82,7 @@ def get_config() -> ConfigDict:
     # TPU: all or 1
     train.unroll = 12
     # set of compiler options: "none"; "overlap", collectives overlap with computation, and XLA
-    # computes nothing again by itself to save memory; "cublas": cuBLAS computes matrix products, with
+    # computes nothing again by itself to save memory; "cublas": cuBLAS computes the products, with
     # bias and activation, and Triton none; "cuda_graphs"; "auto": on GPUs "cublas", on several
     # "overlap" too, otherwise "none"
     train.xla_preset = "auto"
