@@ -135,34 +135,30 @@ def _is_of_rows(body: Body, reduction: Instruction) -> bool:
     return bool(long_dims) and long_dims[-1] in dims
 
 
-def expected_seconds(
-    module: Module,
-    computation: str,
-    instruction: Instruction,
-    kind: str,
-    factors: KernelFactors,
-    *,
-    compute_seconds: float,
-    moving_seconds: float,
+def factor_of(
+    module: Module, computation: str, instruction: Instruction, kind: str, factors: KernelFactors
 ) -> float | None:
-    """Returns the expected time of one run of a kernel; None if its kind was not measured.
+    """Returns the measured time of such a kernel over its limit; None if it was not measured."""
+    if kind != PRODUCT:
+        return dict(factors.kinds).get(kind)
+    # Few kernels have several products; the largest decides.
+    products = traffic.products(module, computation, instruction)
+    largest = max(products, key=lambda product: product.flops)
+    if not largest.dims:
+        return None
+    # The middle size: the head and a feed-forward differ in it, and all products share the least.
+    _, middle, _ = sorted(largest.dims)
+    # Between two measured sizes linear in the logarithm, outside them the nearest.
+    sizes = [size for size, _ in factors.product]
+    values = [factor for _, factor in factors.product]
+    return float(np.interp(np.log(middle), np.log(sizes), values))
 
-    `compute_seconds` and `moving_seconds` are its limits at the device's peak, by FLOPs and bytes.
-    """
+
+def expected_seconds(
+    kind: str, factor: float, *, compute_seconds: float, moving_seconds: float
+) -> float:
+    """Returns the expected time of a kernel, from the limits by its FLOPs and by its bytes."""
     if kind == PRODUCT:
-        # The largest product of the kernel decides: a kernel has one, with few exceptions.
-        products = traffic.products(module, computation, instruction)
-        product = max(products, key=lambda product: product.flops)
-        if not product.dims:
-            return None
-        factor = _interpolated(sorted(product.dims)[1], factors.product)
+        # The factor is of products that FLOPs limit.
         return max(factor * compute_seconds, moving_seconds)
-    factor = dict(factors.kinds).get(kind)
-    return factor and factor * max(compute_seconds, moving_seconds)
-
-
-def _interpolated(size: int, points: tuple[tuple[int, float], ...]) -> float:
-    """Returns the factor of a size: between two points linear in its logarithm, else the nearest."""
-    sizes = [point for point, _ in points]
-    values = [factor for _, factor in points]
-    return float(np.interp(np.log(size), np.log(sizes), values))
+    return factor * max(compute_seconds, moving_seconds)

@@ -83,7 +83,7 @@ class Operation:
     ceiling_seconds: float  # by RULE
     # As in Row; where the kind was not measured, by RULE.
     expected_seconds: float | None
-    has_factor: bool  # False: its expected time is that of RULE
+    factor: float | None  # of its kind on this device, if it was measured
 
 
 @dataclass(frozen=True)
@@ -159,20 +159,18 @@ def roofline(
             label = labels.label(instruction.name)
             group = cost.name or _group_of(label)
             kind = kernels.kind_of(module, computation, instruction, is_update=group == OPTIMIZER)
-            expected_seconds = None
+            # Without a factor of its kind a kernel is expected to take its time by RULE.
+            factor, expected_seconds = None, None
             if device.factors:
+                factor = kernels.factor_of(module, computation, instruction, kind, device.factors)
+                expected_seconds = cost.ceiling_seconds
+            if factor:
                 expected_seconds = kernels.expected_seconds(
-                    module,
-                    computation,
-                    instruction,
                     kind,
-                    device.factors,
+                    factor,
                     compute_seconds=cost.compute_seconds,
                     moving_seconds=cost.moving_seconds,
                 )
-            has_factor = expected_seconds is not None
-            if device.factors and not has_factor:
-                expected_seconds = cost.ceiling_seconds
             rows[group] = _added(rows[group], runs, cost, expected_seconds)
             operation = Operation(
                 name=instruction.name,
@@ -185,7 +183,7 @@ def roofline(
                 kind=kind,
                 ceiling_seconds=runs * cost.ceiling_seconds,
                 expected_seconds=None if expected_seconds is None else runs * expected_seconds,
-                has_factor=has_factor,
+                factor=factor,
             )
             operations.append(operation)
     transfers = _transfers(module, collectives, device, network, instruction_seconds)
@@ -227,7 +225,7 @@ def _expected(
     rows: dict[tuple[str, str, str], KernelRow] = {}
     for operation in operations:
         total += operation.expected_seconds
-        if not operation.has_factor:
+        if operation.factor is None:
             by_rule[operation.kind] += operation.ceiling_seconds
         key = (operation.kind, operation.phase, operation.source)
         row = rows.get(key, KernelRow(*key, 0.0, 0.0, 0.0))
