@@ -106,11 +106,9 @@ def _size(body: Body, operation: Instruction) -> int:
     opcode = operation.opcode
     if opcode in UNSIZED_OPCODES:
         return 0
-    # Only a part of these arrays is written: the buffer is updated in place.
+    # Only a part of its array is written: the buffer is updated in place.
     if opcode == "dynamic-update-slice":
         return _operand_size(body, operation, 1)
-    if opcode == "scatter":
-        return _operand_size(body, operation, -1)
     # What passes on the elements of another operation may pass on such a buffer.
     if opcode in traffic.PASSING:
         return 0

@@ -119,6 +119,7 @@ KERNELS = {
     "bf16[512,1024]{1,0} fusion(%h), kind=kLoop, calls=%gelu": kernels.TRANSCENDENTAL,
     "bf16[1024,512]{1,0} fusion(%s, %i), kind=kInput, calls=%cast": kernels.COPY,
     "f32[512,1024]{1,0} copy(%p)": kernels.COPY,
+    "bf16[512,1024]{1,0} convert(%p)": kernels.COPY,
     "f32[512,1024]{1,0} fusion(%t, %n), kind=kLoop, calls=%lookup": kernels.GATHER,
     "f32[50000,1024]{1,0} fusion(%t, %n, %p), kind=kInput, calls=%add_rows": kernels.SCATTER,
     PRODUCT: kernels.PRODUCT,
@@ -197,6 +198,11 @@ def test_the_expected_time_is_the_limit_times_the_factor_of_the_kind():
     assert found.rows[0].ceiling_seconds == pytest.approx(plain.rows[0].ceiling_seconds)
 
 
+def test_a_product_that_bytes_limit_has_no_factor():
+    outer = "f32[8,8]{1,0} dot(%m, %m), lhs_contracting_dims={}, rhs_contracting_dims={}"
+    assert roofline_of(outer).expected.seconds == pytest.approx(4 * (8 + 64) / 4.8e12)
+
+
 def test_a_kind_that_was_not_measured_takes_its_time_by_rule():
     attention, norm = [*KERNELS][-2:]
     found = roofline_of(attention, norm)
@@ -216,7 +222,7 @@ def test_three_rows_are_named_that_are_farthest_from_their_limit():
     copy = "f32[512,1024]{1,0} copy(%p)" + norm
     found = roofline_of(columns, copy, copy, rows, rows, "f32[8]{0} add(%m, %m)")
     named = found.expected.farthest
-    # A row is all kernels of one kind, pass and line. The copies take longer, nearer to their limit.
+    # A row is all kernels of one kind, pass and line. Copies take longer, but near their limit.
     kinds = [(row.kind, row.runs, row.phase) for row in named]
     assert kinds == [
         ("row reduction", 2, "forward"),
