@@ -27,6 +27,16 @@ class Chip:
 
 
 @dataclass(frozen=True)
+class KernelFactors:
+    """Measured time of kernels over the least time at the device's peak; hardware.toml has more."""
+
+    source: str  # the profile that they are from
+    kinds: tuple[tuple[str, float], ...]  # by kind of kernel, as in meshtrain/tools/hlo/kernels.py
+    # Of 16-bit matrix products, by the middle one of their three sizes M, N, K; ascending.
+    product: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Device:
     """The figures of one product; hardware.toml says what they mean and where they are from."""
 
@@ -41,6 +51,7 @@ class Device:
     chip: Chip | None = None  # of a GPU
     flops_8: float = 0.0  # 0: as flops_16
     latency: float = 0.0  # seconds of a collective of no bytes, if it was measured
+    factors: KernelFactors | None = None  # of kernels, if they were measured
 
     def peak(self, itemsize: float) -> float:
         """Returns the peak FLOP/s of matrix products whose elements have `itemsize` bytes."""
@@ -64,9 +75,22 @@ def _device(name: str, values: dict[str, Any], table: dict[str, Device]) -> Devi
     values["kinds"] = tuple(values["kinds"])
     if "chip" in values:
         values["chip"] = Chip(**values["chip"])
+    if "factors" in values:
+        values["factors"] = _kernel_factors(values["factors"])
     if base:
         return dataclasses.replace(table[base], name=name, **values)
     return Device(name, **values)
+
+
+def _kernel_factors(values: dict[str, Any]) -> KernelFactors:
+    """Returns the factors of a section [DEVICE.factors] of hardware.toml."""
+    # A key in TOML is a text.
+    product = sorted((int(size), factor) for size, factor in values["product"].items())
+    return KernelFactors(
+        source=values["source"],
+        kinds=tuple(values["kinds"].items()),
+        product=tuple(product),
+    )
 
 
 @functools.cache

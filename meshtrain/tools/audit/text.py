@@ -155,13 +155,18 @@ def _roofline(roofline: Any) -> Iterator[str]:
     if roofline is None:
         return
     yield ""
+    expected = roofline.expected
     title = f"roofline on {roofline.device}, of one step"
-    yield f"{title:32}{'TFLOPs':>12}{'GB of HBM':>12}{'ms at peak':>12}{'ms by rule':>12}"
+    heading = f"{title:32}{'TFLOPs':>12}{'GB of HBM':>12}{'ms at peak':>12}{'ms by rule':>12}"
+    yield heading + (f"{'ms expected':>13}" if expected else "")
     for row in roofline.rows:
         times = f"{row.seconds * 1e3:>12,.2f}{row.ceiling_seconds * 1e3:>12,.2f}"
+        times += f"{row.expected_seconds * 1e3:>13,.2f}" if expected else ""
         yield f"  {row.name:30}{row.flops / 1e12:>12,.3f}{row.hbm_bytes / 1e9:>12,.2f}{times}"
     for transfer in roofline.transfers:
         times = f"{transfer.seconds * 1e3:>12,.2f}{transfer.exposed * 1e3:>12,.2f}"
+        # Nothing was measured about collectives: as by rule.
+        times += f"{transfer.exposed * 1e3:>13,.2f}" if expected else ""
         link = f"{transfer.bytes / 1e9:,.2f} GB at {transfer.rate / 1e9:,.0f} GB/s"
         yield f"  {transfer.kind + ' over ' + transfer.name:30}{link:>24}{times}"
     total = f"a step takes at least {roofline.seconds * 1e3:,.2f} ms"
@@ -172,12 +177,43 @@ def _roofline(roofline: Any) -> Iterator[str]:
     else:
         ceiling = "no ceiling of MFU: see the note"
     yield from _wrapped("  ", f"{total} · {ceiling} · rule: {roofline.rule}")
+    yield from _expected(roofline)
     if not roofline.has_all_counts:
         yield "  note: a loop of unknown length counts as one iteration: the figures are too low"
     if roofline.is_balanced:
         yield "  note: for balanced routing: rows of experts beyond an equal share are not counted"
+    yield from _farthest(expected)
     yield ""
     yield f"{'GB of HBM':>9}{'runs':>7}  most bytes: group, pass, source, operation"
     for operation in roofline.operations[:MAX_OPERATIONS]:
         text = f"{operation.group}, {operation.phase}, {operation.source}, {operation.name}"
         yield f"{operation.hbm_bytes / 1e9:>9,.2f}{operation.runs:>7,.0f}  {text}"
+
+
+def _expected(roofline: Any) -> Iterator[str]:
+    """Yields the expected time and MFU, where they are from, and what is not covered by factors."""
+    expected = roofline.expected
+    if expected is None:
+        yield (
+            f"  no expected time: meshtrain/hardware.toml has no factors of kernels measured on "
+            f"{roofline.device}"
+        )
+        return
+    total = f"a step is expected to take {expected.seconds * 1e3:,.2f} ms"
+    utilization = f" · MFU {expected.mfu:.1%}" if expected.mfu else ""
+    how = "computed, not measured: the limit of each kernel times the factor of its kind"
+    yield from _wrapped("  ", f"{total}{utilization} · {how}, from {expected.source}")
+    without = [f"{seconds * 1e3:,.2f} ms of {kind}" for kind, seconds in expected.by_rule.items()]
+    if without:
+        yield from _wrapped("  ", f"by rule, as no factor was measured: {' · '.join(without)}")
+
+
+def _farthest(expected: Any) -> Iterator[str]:
+    """Yields the kernels whose expected time is most above their limit."""
+    if expected is None or not expected.farthest:
+        return
+    yield ""
+    yield f"{'ms above':>9}{'runs':>7}  farthest from their limit by rule: kind, pass, source"
+    for row in expected.farthest:
+        text = f"{row.kind}, {row.phase}, {row.source}"
+        yield f"{row.above_seconds * 1e3:>9,.2f}{row.runs:>7,.0f}  {text}"

@@ -1,4 +1,7 @@
-"""The least time that a compiled step takes on a device: FLOPs, HBM bytes, collectives; its MFU."""
+"""The least time that a compiled step takes on a device: FLOPs, HBM bytes, collectives; its MFU.
+
+On a device whose kernels were measured also the time that the step is expected to take.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,7 +11,7 @@ import numpy as np
 
 from meshtrain.hardware import Device
 from meshtrain.parallel.mesh import Network
-from meshtrain.tools.hlo import collective_ops, traffic
+from meshtrain.tools.hlo import collective_ops, kernels, traffic
 from meshtrain.tools.hlo.collective_ops import KINDS, Collective, Groups
 from meshtrain.tools.hlo.hlo import Instruction, Module
 from meshtrain.tools.hlo.labels import Label, Labels
@@ -26,6 +29,8 @@ RULE = (
 MATMULS, ATTENTION, ELEMENTWISE = "matrix products", "attention", "norms and elementwise"
 LOSS, OPTIMIZER = "loss", "optimizer"
 GROUPS = (MATMULS, ATTENTION, ELEMENTWISE, LOSS, OPTIMIZER)
+
+NUM_FARTHEST = 3  # rows that are named because they are farthest from their limit
 
 # The files whose operations, outside the two passes, belong to the optimizer's update.
 AFTER_GRADIENTS = (
@@ -47,6 +52,8 @@ class Row:
     # At the device's peak: the longer of FLOPs and HBM traffic, operation by operation.
     seconds: float
     ceiling_seconds: float  # by RULE
+    # By the factors of hardware.toml, computed, not measured; None if the device has none.
+    expected_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,40 @@ class Operation:
     runs: float
     hbm_bytes: float
     flops: float
+    kind: str  # of its kernel, see kernels.py
+    ceiling_seconds: float  # by RULE
+    # As in Row; where the kind was not measured, by RULE.
+    expected_seconds: float | None
+    factor: float | None  # of its kind on this device, if it was measured
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """The kernels of one kind, pass and source line, compared with their limit."""
+
+    kind: str
+    phase: str
+    source: str
+    runs: float
+    ceiling_seconds: float  # by RULE
+    expected_seconds: float
+
+    @property
+    def above_seconds(self) -> float:
+        return self.expected_seconds - self.ceiling_seconds
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The time that a step is expected to take, by measured factors: computed, not measured."""
+
+    seconds: float
+    mfu: float | None
+    source: str  # of the factors
+    # Seconds of the kinds of kernels that have no factor: RULE stands in for it. The most first.
+    by_rule: dict[str, float]
+    # The rows with the most seconds above their limit by RULE, the most first.
+    farthest: list[KernelRow]
 
 
 @dataclass(frozen=True)
@@ -87,6 +128,7 @@ class Roofline:
     has_all_counts: bool  # False: a loop of unknown length counts as one iteration
     # Loops over the rows of experts beyond an equal share count as zero iterations.
     is_balanced: bool = False
+    expected: Expected | None = None  # None for devices without measured factors of kernels
 
 
 def roofline(
@@ -106,7 +148,8 @@ def roofline(
     labels = Labels(module)
     operations = []
     instruction_seconds: dict[str, float] = {}  # of one run, by RULE
-    rows = {name: Row(name, 0.0, 0.0, 0.0, 0.0) for name in GROUPS}
+    no_time = 0.0 if device.factors else None
+    rows = {name: Row(name, 0.0, 0.0, 0.0, 0.0, no_time) for name in GROUPS}
     for computation, runs in traffic.executed(module):
         for instruction in module.computations[computation].values():
             cost = _cost(module, computation, instruction, device)
@@ -115,7 +158,20 @@ def roofline(
                 continue
             label = labels.label(instruction.name)
             group = cost.name or _group_of(label)
-            rows[group] = _added(rows[group], runs, cost)
+            kind = kernels.kind_of(module, computation, instruction, is_update=group == OPTIMIZER)
+            # Without a factor of its kind a kernel is expected to take its time by RULE.
+            factor, expected_seconds = None, None
+            if device.factors:
+                factor = kernels.factor_of(module, computation, instruction, kind, device.factors)
+                expected_seconds = cost.ceiling_seconds
+            if factor:
+                expected_seconds = kernels.expected_seconds(
+                    kind,
+                    factor,
+                    compute_seconds=cost.compute_seconds,
+                    moving_seconds=cost.moving_seconds,
+                )
+            rows[group] = _added(rows[group], runs, cost, expected_seconds)
             operation = Operation(
                 name=instruction.name,
                 group=group,
@@ -124,25 +180,69 @@ def roofline(
                 runs=runs,
                 hbm_bytes=runs * cost.hbm_bytes,
                 flops=runs * cost.flops,
+                kind=kind,
+                ceiling_seconds=runs * cost.ceiling_seconds,
+                expected_seconds=None if expected_seconds is None else runs * expected_seconds,
+                factor=factor,
             )
             operations.append(operation)
     transfers = _transfers(module, collectives, device, network, instruction_seconds)
-    total = sum(row.ceiling_seconds for row in rows.values())
-    total += sum(transfer.exposed for transfer in transfers)
+    exposed = sum(transfer.exposed for transfer in transfers)
+    total = sum(row.ceiling_seconds for row in rows.values()) + exposed
     all_known = all(module.runs(name)[1] for name, _ in traffic.executed(module))
-    mfu = None
-    if model_flops and total and all_known:
-        mfu = model_flops / (device.flops_16 * total)
+    expected = None
+    if device.factors:
+        counted_flops = model_flops if all_known else None
+        expected = _expected(operations, exposed, device, counted_flops, device.factors.source)
     return Roofline(
         device=device.name,
         rows=[*rows.values()],
         transfers=transfers,
         seconds=total,
-        mfu=mfu,
+        mfu=_mfu(model_flops, total, device) if all_known else None,
         rule=RULE,
         operations=sorted(operations, key=lambda operation: -operation.hbm_bytes),
         has_all_counts=all_known,
         is_balanced=bool(skipped),
+        expected=expected,
+    )
+
+
+def _mfu(model_flops: float | None, seconds: float, device: Device) -> float | None:
+    return model_flops / (device.flops_16 * seconds) if model_flops and seconds else None
+
+
+def _expected(
+    operations: list[Operation],
+    exposed: float,
+    device: Device,
+    model_flops: float | None,
+    source: str,
+) -> Expected:
+    """Returns the expected time of a step: of its kernels, and of collectives as RULE has them."""
+    total = exposed
+    by_rule: dict[str, float] = defaultdict(float)
+    rows: dict[tuple[str, str, str], KernelRow] = {}
+    for operation in operations:
+        total += operation.expected_seconds
+        if operation.factor is None:
+            by_rule[operation.kind] += operation.ceiling_seconds
+        key = (operation.kind, operation.phase, operation.source)
+        row = rows.get(key, KernelRow(*key, 0.0, 0.0, 0.0))
+        rows[key] = replace(
+            row,
+            runs=row.runs + operation.runs,
+            ceiling_seconds=row.ceiling_seconds + operation.ceiling_seconds,
+            expected_seconds=row.expected_seconds + operation.expected_seconds,
+        )
+    above = [row for row in rows.values() if row.above_seconds > 0]
+    above.sort(key=lambda row: -row.above_seconds)
+    return Expected(
+        seconds=total,
+        mfu=_mfu(model_flops, total, device),
+        source=source,
+        by_rule=dict(sorted(by_rule.items(), key=lambda item: -item[1])),
+        farthest=above[:NUM_FARTHEST],
     )
 
 
@@ -154,8 +254,24 @@ def _group_of(label: Label) -> str:
     return OPTIMIZER if is_update else ELEMENTWISE
 
 
-def _cost(module: Module, computation: str, instruction: Instruction, device: Device) -> Row:
-    """Returns the cost of one run; its name is the group, or "" if the source line decides it."""
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one run of an instruction."""
+
+    name: str  # the group, or "" if the source line decides it
+    flops: float
+    hbm_bytes: float
+    compute_seconds: float  # of the FLOPs at the device's peak
+    moving_seconds: float  # of the bytes at its full bandwidth
+    ceiling_seconds: float  # by RULE
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_seconds, self.moving_seconds)
+
+
+def _cost(module: Module, computation: str, instruction: Instruction, device: Device) -> Cost:
+    """Returns the cost of one run of an instruction."""
     matmul_flops = traffic.matmul_flops(module, computation, instruction)
     attention_flops = traffic.attention_flops(module, computation, instruction)
     hbm_bytes = traffic.hbm_bytes(module, computation, instruction)
@@ -168,23 +284,28 @@ def _cost(module: Module, computation: str, instruction: Instruction, device: De
         at_peak = sum(flops / device.peak(itemsize) for itemsize, flops in matmul_flops.items())
         by_rule = at_peak / MATMUL_SHARE
     moving = hbm_bytes / device.bandwidth
-    return Row(
+    return Cost(
         name=group,
         flops=float(sum(matmul_flops.values()) + attention_flops),
         hbm_bytes=float(hbm_bytes),
-        seconds=max(at_peak, moving),
+        compute_seconds=at_peak,
+        moving_seconds=moving,
         ceiling_seconds=max(by_rule, moving),
     )
 
 
-def _added(total: Row, runs: float, cost: Row) -> Row:
-    """Returns the total with `runs` times the cost of one run."""
+def _added(total: Row, runs: float, cost: Cost, expected_seconds: float | None) -> Row:
+    """Returns the total with `runs` times the cost and the expected time of one run."""
+    expected = None
+    if expected_seconds is not None:
+        expected = total.expected_seconds + runs * expected_seconds
     return Row(
         name=total.name,
         flops=total.flops + runs * cost.flops,
         hbm_bytes=total.hbm_bytes + runs * cost.hbm_bytes,
         seconds=total.seconds + runs * cost.seconds,
         ceiling_seconds=total.ceiling_seconds + runs * cost.ceiling_seconds,
+        expected_seconds=expected,
     )
 
 

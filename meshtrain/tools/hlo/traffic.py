@@ -150,51 +150,101 @@ def _update_bytes(body: dict[str, Instruction], instruction: Instruction) -> flo
     return update.results[0].size * instruction.results[0].itemsize
 
 
-def matmul_flops(module: Module, computation: str, instruction: Instruction) -> dict[float, float]:
-    """Returns the FLOPs of the matrix products in an instruction, by bytes per operand element."""
-    flops: dict[float, float] = {}
+@dataclass(frozen=True)
+class Product:
+    """A matrix product, of (M, K) and (K, N) for each element of its batch dims."""
+
+    flops: float
+    itemsize: float  # bytes per element of an operand
+    dims: tuple[int, ...]  # M, N, K; () if unknown
+
+
+def products(module: Module, computation: str, instruction: Instruction) -> list[Product]:
+    """Returns the matrix products in an instruction."""
     if instruction.opcode == "fusion":
         inner_name = instruction.called[0]
+        found = []
         for inner in module.computations[inner_name].values():
-            for itemsize, count in matmul_flops(module, inner_name, inner).items():
-                flops[itemsize] = flops.get(itemsize, 0) + count
-        return flops
+            found += products(module, inner_name, inner)
+        return found
     body = module.computations[computation]
     attributes = instruction.attributes
     is_library = instruction.opcode == "custom-call" and MATMUL.search(attributes)
     if instruction.opcode == "dot" or is_library:
         left = body[instruction.operands[0]].results[0]
-        dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)', attributes)
-        contracted = 1
-        if dims:
-            contracted = math.prod(left.shape[int(dim)] for dim in re.findall(r"\d+", dims[1]))
-        return {left.itemsize: 2.0 * instruction.results[0].size * contracted}
+        num_outputs = instruction.results[0].size
+        contracted = _size_of_dims(left, attributes, "lhs_contracting_dim")
+        num_batches = _size_of_dims(left, attributes, "lhs_batch_dim")
+        num_rows = left.size // max(1, num_batches * contracted)
+        num_columns = num_outputs // max(1, num_batches * num_rows)
+        return [
+            Product(
+                flops=2.0 * num_outputs * contracted,
+                itemsize=left.itemsize,
+                dims=(num_rows, num_columns, contracted),
+            )
+        ]
     if instruction.opcode == "convolution":
         # TPUs multiply matrices by convolutions.
         kernel = body[instruction.operands[1]].results[0]
         labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
         if labels:
             num_outputs = kernel.shape[labels[1].index("o")]
-            count = 2.0 * instruction.results[0].size * kernel.size / num_outputs
-            return {kernel.itemsize: count}
+            flops = 2.0 * instruction.results[0].size * kernel.size / num_outputs
+            return [Product(flops, kernel.itemsize, dims=())]
+    return []
+
+
+def _size_of_dims(array: Array, attributes: str, key: str) -> int:
+    """Returns the product of an array's dims in `key`s={0,1}, or `key`ensions":["0","1"]."""
+    dims = re.search(rf'{key}(?:ension)?s"?[=:][{{\[]([\d,"]*)', attributes)
+    if not dims:
+        return 1
+    return math.prod(array.shape[int(dim)] for dim in re.findall(r"\d+", dims[1]))
+
+
+def matmul_flops(module: Module, computation: str, instruction: Instruction) -> dict[float, float]:
+    """Returns the FLOPs of the matrix products in an instruction, by bytes per operand element."""
+    flops: dict[float, float] = {}
+    for product in products(module, computation, instruction):
+        flops[product.itemsize] = flops.get(product.itemsize, 0) + product.flops
     return flops
 
 
-def attention_flops(module: Module, computation: str, instruction: Instruction) -> float:
-    """Returns the FLOPs of cuDNN's fused attention.
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of cuDNN's fused attention."""
+
+    flops: float
+    head_dim: int
+    is_backward: bool
+
+
+def attention_call(
+    module: Module, computation: str, instruction: Instruction
+) -> AttentionCall | None:
+    """Returns the call of cuDNN's fused attention in an instruction; None if there is none.
 
     Two products forward, five backward; half of each if it is causal.
     """
     match = instruction.opcode == "custom-call" and ATTENTION.search(instruction.attributes)
     if not match:
-        return 0
+        return None
     body = module.computations[computation]
     query_name, key_name = instruction.operands[:2]
     query_shape = body[query_name].results[0].shape  # (B, S, H, K)
     key_shape = body[key_name].results[0].shape  # (B, T, G, K)
-    num_products = 5 if "Backward" in match[1] else 2
+    is_backward = "Backward" in match[1]
+    num_products = 5 if is_backward else 2
     half = 0.5 if "CAUSAL" in instruction.attributes else 1
-    return 2 * num_products * half * math.prod(query_shape) * key_shape[1]
+    flops = 2 * num_products * half * math.prod(query_shape) * key_shape[1]
+    return AttentionCall(flops, query_shape[-1], is_backward)
+
+
+def attention_flops(module: Module, computation: str, instruction: Instruction) -> float:
+    """Returns the FLOPs of cuDNN's fused attention; 0 if the instruction is none."""
+    call = attention_call(module, computation, instruction)
+    return call.flops if call else 0
 
 
 @dataclass(frozen=True)
