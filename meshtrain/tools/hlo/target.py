@@ -29,6 +29,8 @@ SETTINGS = {
     "TPU_WORKER_HOSTNAMES": "localhost",  # as above
     "TPU_LOG_DIR": "disabled",
     "TPU_STDERR_LOG_LEVEL": "1",  # warnings
+    # jaxlib 0.12 cannot read a program of devices that are not there from the compile cache.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
     "TF_CPP_MIN_LOG_LEVEL": "2",  # no lines about the missing driver
 }
 
