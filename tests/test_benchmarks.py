@@ -339,7 +339,7 @@ COUNTS = dict(rounds=2, steps=3)
 @pytest.mark.multiprocess
 def test_failed_implementations_are_reported_and_the_others_continue(starts, capsys):
     names = ["meshtrain", "broken", "slow", "late"]
-    results = comparison.run({}, names, **COUNTS, pairs=False)
+    results = comparison.run(comparison.with_config({}, names), **COUNTS, pairs=False)
     assert results.failed == {"broken": "out of memory", "late": "exit code 3"}
     assert "broken failed: out of memory" in capsys.readouterr().err
     assert starts() == ["initial", *["meshtrain"] * 2, "broken", *["slow"] * 2, *["late"] * 2]
@@ -354,7 +354,9 @@ def test_failed_implementations_are_reported_and_the_others_continue(starts, cap
 
 @pytest.mark.multiprocess
 def test_pairs_time_each_other_implementation_with_the_first_and_start_it_cold_once(starts):
-    results = comparison.run({}, ["meshtrain", "slow", "other"], **COUNTS, pairs=True)
+    results = comparison.run(
+        comparison.with_config({}, ["meshtrain", "slow", "other"]), **COUNTS, pairs=True
+    )
     groups = [["meshtrain", "slow"], ["meshtrain", "other"]]
     assert [list(group) for group in results.groups] == groups
     assert [starts().count(name) for name in ("initial", "meshtrain", "slow")] == [1, 3, 2]
@@ -364,7 +366,9 @@ def test_pairs_time_each_other_implementation_with_the_first_and_start_it_cold_o
 
 @pytest.mark.multiprocess
 def test_comparison_ends_when_the_first_implementation_fails(starts):
-    results = comparison.run({}, ["late", "slow", "other"], **COUNTS, pairs=True)
+    results = comparison.run(
+        comparison.with_config({}, ["late", "slow", "other"]), **COUNTS, pairs=True
+    )
     assert starts().count("other") == 0 and comparison.table(results) == []
     assert comparison.faults(results, rtol=1e-3) == ["late failed: exit code 3"]
 
@@ -479,8 +483,8 @@ def test_a_compiled_step_needs_at_most_the_estimated_memory(where, tmp_path):
 def test_a_step_that_runs_out_of_memory_is_tried_with_half_the_rows(monkeypatch):
     tried = []
 
-    def run(config, names, **options):
-        tried.append(config["train"]["global_batch"])
+    def run(cases, **options):
+        tried.append(cases[0].config["train"]["global_batch"])
         failed = {"meshtrain": "RESOURCE_EXHAUSTED: 3 GB"} if tried[-1] > limit else {}
         return comparison.Results({}, [], failed)
 

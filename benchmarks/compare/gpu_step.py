@@ -87,7 +87,8 @@ def run_comparison(
     counts = dict(rounds=args.rounds, steps=args.steps)
     while rows:
         c = gpu_models.settings(model, rows=rows, dtype=found.dtype)
-        results = comparison.run(c.to_dict(), names, **counts, pairs=found.is_gpu)
+        cases = comparison.with_config(c.to_dict(), names)
+        results = comparison.run(cases, **counts, pairs=found.is_gpu)
         if not devices.ran_out_of_memory(results.failed.get("meshtrain", "")):
             return results, c
         rows //= 2
