@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -40,11 +41,11 @@ class Case(NamedTuple):
 class Implementation:
     """A process of implementation.py; once created, it has done its first step or its task.
 
-    `file` has the config. The compile caches are in the folder of its name without the suffix.
+    `file` has the config. The compile caches are in a folder next to it.
     """
 
     def __init__(self, name: str, file: Path):
-        caches = file.with_suffix("")
+        caches = file.with_name(re.sub(r"\W+", "-", f"{file.stem} {name}"))
         env = os.environ | {variable: str(caches / variable) for variable in CACHES}
         command, pipe = [sys.executable, SCRIPT, name, file], subprocess.PIPE
         began = time.perf_counter()
@@ -208,11 +209,13 @@ def _recording(failed: dict[str, str], name: str) -> Iterator[None]:
         print(f"{name} failed: {error}", file=sys.stderr)
 
 
-def table(results: Results, *, column: str = "implementation") -> list[dict[str, Any]]:
+def table(
+    results: Results, *, column: str = "implementation", ratio: str = ""
+) -> list[dict[str, Any]]:
     """Returns a row for each case that did not fail; no rows if the first one failed.
 
-    `column` is the heading of their names. Ratios are of medians within a group; the first case's
-    row is from the first group.
+    `column` is the heading of their names, `ratio` of their speed relative to the first. Ratios are
+    of medians within a group; the first case's row is from the first group.
     """
     first, rows = next(iter(results.groups[0])), {}
     for group in [] if first in results.failed else results.groups:
@@ -226,7 +229,7 @@ def table(results: Results, *, column: str = "implementation") -> list[dict[str,
             rows[name] = {
                 column: name,
                 "ms per step": 1e3 * medians[name],
-                f"speed / {first}": medians[first] / medians[name],
+                ratio or f"speed / {first}": medians[first] / medians[name],
                 "compile s": facts["compile_seconds"],
                 "to first step, cold s": facts["cold_seconds"],
                 "warm s": facts["warm_seconds"],
