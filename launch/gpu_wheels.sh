@@ -16,16 +16,13 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
 PATH=$PATH:$root/.venv/bin
 mkdir -p -- "$folder"
 
-# jax there has the first line; numpy and ml-dtypes fit each other because they were installed together.
-there=(jax jaxlib numpy scipy ml-dtypes opt-einsum)
+# What the tests on GPUs import, in the versions of the extra dev.
+tests=$(sed -n 's/^ *"\(\(pytest\|chex\)>[^"]*\)".*/\1/p' "$root/pyproject.toml")
+there=(jax jaxlib numpy scipy ml-dtypes opt-einsum) # jax has the last four with it
 requirements=$folder/requirements.txt
-{
-    cat <<END
-jax==${JAX:-0.11.2}
-pytest>=9.0
-END
-} | uv pip compile --quiet --no-header --no-annotate --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
-    "${there[@]/#/--no-emit-package=}" "$root/pyproject.toml" - >"$requirements"
+printf '%s\n' "jax==${JAX:-0.11.2}" "$tests" |
+    uv pip compile --quiet --no-header --no-annotate --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
+        "${there[@]/#/--no-emit-package=}" "$root/pyproject.toml" - >"$requirements"
 options=(--only-binary=:all: --implementation cp --python-version 3.12)
 for platform in manylinux2014 manylinux_2_17 manylinux_2_24 manylinux_2_27 manylinux_2_28; do
     options+=(--platform "${platform}_x86_64") # pip takes no other than these

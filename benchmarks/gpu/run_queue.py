@@ -459,8 +459,9 @@ def run_all(
             saved = run_entry(entry, Path(temporary, entry.name), minutes=entry_minutes)
             records[entry.name] = {**about, **now, **saved}
             ran.append(entry.name)
-            last = saved["rows"][-1]
-            print(f"{last['result']} after {saved['seconds']:.0f} s: {last['note']}", flush=True)
+            result = "FAILED" if has_failed(saved) else "passed"
+            notes = [row["note"] for row in saved["rows"] if row["result"] == result]
+            print(f"{result} after {saved['seconds']:.0f} s: {notes[-1]}", flush=True)
             record.save(folder, records[entry.name], model=model_of(entry, about))
     return ran
 
