@@ -635,25 +635,27 @@ def test_an_entry_starts_only_if_its_limit_fits_into_the_minutes(queue, capsys):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_is_done_and_ends_what_runs(queue, tmp_path, capsys, number):
-    # A shell's background jobs ignore SIGINT; main sets the handler of SIGTERM.
-    before = [signal.signal(one, signal.default_int_handler) for one in (signal.SIGINT, 15)]
+    # A shell's background jobs ignore SIGINT. Only the queue's own handler acts on SIGTERM.
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: None}
+    before = {one: signal.signal(one, handler) for one, handler in handlers.items()}
     pid = tmp_path / "pid"
     code = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); "
-    sleeping = entry(code + "time.sleep(99)", "sleeping")
+    sleeping = entry(code + "time.sleep(20)", "sleeping")
 
     def press():
         while not (pid.exists() and pid.read_text()):
             time.sleep(0.02)
         os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=press)
+    thread, began = threading.Thread(target=press), time.monotonic()
     thread.start()
     try:
         assert queue(entry("print(7)"), sleeping, entry("", "later")) == 130
     finally:
         thread.join()
-        signal.signal(signal.SIGINT, before[0])
-        signal.signal(signal.SIGTERM, before[1])
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert time.monotonic() - began < 15
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
     assert [file.name.partition("-")[0] for file in tmp_path.glob("*.json")] == ["one"]

@@ -54,9 +54,8 @@ def configs_that_fit(
         if not found.memory or not sizes:
             return configs, skipped, True
         usable = devices.USABLE * found.memory
-        is_given = all("train.global_batch=" in text for text in configs)
         largest_pair = sizes[0] + max(sizes[1:], default=0)
-        if is_given or rows == 1 or largest_pair <= usable:
+        if rows == 1 or largest_pair <= usable:
             return configs, skipped, sum(sizes) <= usable
         rows //= 2
 
