@@ -539,15 +539,21 @@ def test_a_failed_entry_is_a_row_and_an_entry_has_a_time_limit(tmp_path):
 
     assert row("a", "print(1)")[:2] == ("passed", "1")
     why = "import sys; print('why'); sys.exit(3)"
-    log = run_queue.run_entry(entry(why), tmp_path / "b", minutes=1)
-    assert [row["result"] for row in log["rows"]] == ["passed", "FAILED"] and log["log"] == "why\n"
-    assert log["rows"][1]["note"] == "exit code 3: why" and run_queue.has_failed(log)
+    result, note, saved = row("b", why)
+    assert (result, note, saved["log"]) == ("FAILED", "exit code 3: why", "why\n")
+    assert run_queue.has_failed(saved)
     # The limit also ends the children of the entry.
     sleep = "import subprocess; print('started', flush=True); subprocess.run(['sleep', '99'])"
     result, note, saved = row("c", sleep, 0.02, output="none.json")
     assert (result, note) == ("FAILED", "not done after 0.02 minutes: started")
     assert saved["seconds"] < 60
     assert row("d", "print(1)", output="none.json")[1] == "it wrote no record"
+    # A record has rows in spite of a fault.
+    rows = "import sys; open(sys.argv[1].partition('=')[2], 'w').write('{}'); exit('one differs')"
+    fields = {"output": "a.json", "read": lambda text: iter([{"case": "x"}])}
+    saved = run_queue.run_entry(entry(rows, **fields), tmp_path / "f", minutes=1)
+    assert [row["result"] for row in saved["rows"]] == ["passed", "FAILED"]
+    assert saved["record"] == {} and saved["rows"][1]["note"] == "exit code 1: one differs"
     tests = "import sys; open(sys.argv[1].partition('=')[2], 'w').write({!r})"
     counts = '<s><testsuite tests="{}" failures="0" errors="0" skipped="2"/></s>'
     for number, expected in (

@@ -379,10 +379,11 @@ def run_entry(entry: Entry, folder: Path, *, minutes: float) -> dict[str, Any]:
     text = log.read_text(errors="replace", encoding="utf-8")
     saved: dict[str, Any] = {"seconds": time.monotonic() - began, "log": text[-LOG:]}
     rows = []
-    if entry.output and file.suffix and not file.exists():
+    is_file = bool(file.suffix)  # else a folder, or nothing, and the log is read
+    if is_file and not file.exists():
         fault = fault or "it wrote no record"
-    else:
-        text = file.read_text(encoding="utf-8") if file.is_file() else text
+    elif is_file or not fault:  # a record may have rows in spite of a fault
+        text = file.read_text(encoding="utf-8") if is_file else text
         try:
             rows = list(entry.read(text))
             saved["record"] = json.loads(text) if file.suffix == ".json" else None
