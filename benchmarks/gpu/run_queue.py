@@ -179,27 +179,30 @@ def formulations() -> list[str]:
 
 def entries_of(found: Devices, *, toy: bool) -> list[Entry]:
     """Returns all entries for these devices, the most useful first."""
-    model = {name: "llama3-toy" if name == "llama3-8b" else "gpt2-toy" for name in MODELS}
-    if not toy:
-        model = {name: name for name in MODELS}
+
+    def sized(model: str) -> str:
+        """Returns the model, or the tiny one of its family."""
+        return f"{model.partition('-')[0]}-toy" if toy else model
+
     few = ["--rounds=1", "--steps=2"] if toy else []
     small = ["--toy", *few] if toy else []
     tests = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/test_gpu.py", "-m"]
     tests += ["not gpu" if toy else "gpu", "-k"]
     kernels = "attention or cudnn"
     compare = ["benchmarks/compare/gpu_settings.py"]
-    llama = [*compare, f"--model={model['llama3-8b']}", *(few or ["--rounds=2", "--steps=3"])]
+    llama = [*compare, f"--model={sized('llama3-8b')}", *(few or ["--rounds=2", "--steps=3"])]
     curves = ["benchmarks/compare/loss_curves.py", *(["--toy", "--steps=10"] if toy else [])]
     step = ["benchmarks/compare/gpu_step.py", *(small or ["--rounds=4"])]
     verify = ["verify", "--config=quickstart", "--here", f"--config.train.dtype={found.dtype}"]
     simulate = [f"--simulate_devices={found.count}"] if toy else []
     scaling = ["benchmarks/parallel/scaling.py", *(small or ["--rounds=5", "--steps=10"])]
-    memory, alone = why_too_small(found, LLAMA_BYTES), why_alone(found)
+    too_small = why_too_small(found, LLAMA_BYTES)
+    alone = why_alone(found)
     return [
         Entry(
             "formulations",
             # Not all of the limit, so that what was measured is saved.
-            [*compare, f"--model={model['gpt2-124m']}", *few, "--minutes=2.75"]
+            [*compare, f"--model={sized('gpt2-124m')}", *few, "--minutes=2.75"]
             + ["--settings", *formulations()],
             output="settings.json",
             read=rows_of_settings,
@@ -221,7 +224,7 @@ def entries_of(found: Devices, *, toy: bool) -> list[Entry]:
             minutes=3,
             output="settings.json",
             read=rows_of_settings,
-            why_not=memory,
+            why_not=too_small,
         ),
         Entry(
             "llama-8-rows",
@@ -229,7 +232,7 @@ def entries_of(found: Devices, *, toy: bool) -> list[Entry]:
             minutes=3,
             output="settings.json",
             read=rows_of_settings,
-            why_not=memory,
+            why_not=too_small,
         ),
         Entry(
             "loss-curves",
@@ -249,20 +252,20 @@ def entries_of(found: Devices, *, toy: bool) -> list[Entry]:
         Entry("verify", ["-m", "meshtrain", *verify, "--quick", *simulate], output="certificate"),
         Entry(
             "gpt2-350m",
-            [*step, "--models", model["gpt2-350m"], "--only", "meshtrain"],
+            [*step, "--models", sized("gpt2-350m"), "--only", "meshtrain"],
             minutes=3,
             output="step.json",
             read=rows_of_steps,
         ),
         Entry(
             "gpt2-1.3b",
-            [*step, "--models", model["gpt2-1.3b"], "--only", "meshtrain"],
+            [*step, "--models", sized("gpt2-1.3b"), "--only", "meshtrain"],
             output="step.json",
             read=rows_of_steps,
         ),
         Entry(
             "torch",
-            [*step, "--models", model["gpt2-124m"], "--only", "meshtrain", "torch compiled"],
+            [*step, "--models", sized("gpt2-124m"), "--only", "meshtrain", "torch compiled"],
             output="step.json",
             read=rows_of_steps,
             why_not=why_no_torch(),
@@ -277,9 +280,6 @@ def entries_of(found: Devices, *, toy: bool) -> list[Entry]:
             why_not=alone,
         ),
     ]
-
-
-MODELS = ("gpt2-124m", "gpt2-350m", "gpt2-1.3b", "llama3-8b")
 
 
 def profiled(*, toy: bool) -> list[str]:
@@ -372,8 +372,7 @@ def run_entry(entry: Entry, folder: Path, *, minutes: float) -> dict[str, Any]:
     command = [sys.executable, *entry.command]
     if entry.output:
         flag = "--junitxml" if file.suffix == ".xml" else "--output"
-        command.insert(command.index("--settings") if "--settings" in command else len(command),
-                       f"{flag}={file}")  # fmt: skip
+        command.append(f"{flag}={file}")
     began = time.monotonic()
     fault = run_command(command, log, seconds=60 * minutes)
     text = log.read_text(errors="replace", encoding="utf-8")
