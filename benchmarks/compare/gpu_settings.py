@@ -14,8 +14,9 @@ skipped, and says why.
 The batch has the rows that fit the memory with the largest estimate; settings with
 train.global_batch are run as they are. If the programs of all rows together do not fit, each runs
 only together with the first. --minutes limits the time: no program is started and no round begun
-afterwards, so that what was measured is saved. Rates, MFU and memory are those of
-benchmarks/compare/gpu_step.py.
+afterwards, so that what was measured is saved. The time to the first step is from an empty compile
+cache; that of the first row may include reading packages from the disk. Rates, MFU and memory are
+those of benchmarks/compare/gpu_step.py.
 """
 
 import argparse
