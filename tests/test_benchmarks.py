@@ -3,21 +3,26 @@
 Measured times are not tested.
 """
 
+import functools
 import json
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from benchmarks import lora
-from benchmarks.compare import gpu_step
+from benchmarks.compare import gpu_settings, gpu_step, loss_curves
 from benchmarks.faults import injection
-from benchmarks.gpu import check
-from benchmarks.lib import comparison, devices, gpu_models, record
+from benchmarks.gpu import attention_statistics, run_queue
+from benchmarks.lib import comparison, devices, gpu_models, record, settings
 from benchmarks.parallel import bandwidth, collectives, memory, scaling
 from benchmarks.plan import roofline
 from meshtrain import state
@@ -339,7 +344,7 @@ COUNTS = dict(rounds=2, steps=3)
 @pytest.mark.multiprocess
 def test_failed_implementations_are_reported_and_the_others_continue(starts, capsys):
     names = ["meshtrain", "broken", "slow", "late"]
-    results = comparison.run({}, names, **COUNTS, pairs=False)
+    results = comparison.run(comparison.with_config({}, names), **COUNTS, pairs=False)
     assert results.failed == {"broken": "out of memory", "late": "exit code 3"}
     assert "broken failed: out of memory" in capsys.readouterr().err
     assert starts() == ["initial", *["meshtrain"] * 2, "broken", *["slow"] * 2, *["late"] * 2]
@@ -354,7 +359,9 @@ def test_failed_implementations_are_reported_and_the_others_continue(starts, cap
 
 @pytest.mark.multiprocess
 def test_pairs_time_each_other_implementation_with_the_first_and_start_it_cold_once(starts):
-    results = comparison.run({}, ["meshtrain", "slow", "other"], **COUNTS, pairs=True)
+    results = comparison.run(
+        comparison.with_config({}, ["meshtrain", "slow", "other"]), **COUNTS, pairs=True
+    )
     groups = [["meshtrain", "slow"], ["meshtrain", "other"]]
     assert [list(group) for group in results.groups] == groups
     assert [starts().count(name) for name in ("initial", "meshtrain", "slow")] == [1, 3, 2]
@@ -364,7 +371,9 @@ def test_pairs_time_each_other_implementation_with_the_first_and_start_it_cold_o
 
 @pytest.mark.multiprocess
 def test_comparison_ends_when_the_first_implementation_fails(starts):
-    results = comparison.run({}, ["late", "slow", "other"], **COUNTS, pairs=True)
+    results = comparison.run(
+        comparison.with_config({}, ["late", "slow", "other"]), **COUNTS, pairs=True
+    )
     assert starts().count("other") == 0 and comparison.table(results) == []
     assert comparison.faults(results, rtol=1e-3) == ["late failed: exit code 3"]
 
@@ -479,8 +488,8 @@ def test_a_compiled_step_needs_at_most_the_estimated_memory(where, tmp_path):
 def test_a_step_that_runs_out_of_memory_is_tried_with_half_the_rows(monkeypatch):
     tried = []
 
-    def run(config, names, **options):
-        tried.append(config["train"]["global_batch"])
+    def run(cases, **options):
+        tried.append(cases[0].config["train"]["global_batch"])
         failed = {"meshtrain": "RESOURCE_EXHAUSTED: 3 GB"} if tried[-1] > limit else {}
         return comparison.Results({}, [], failed)
 
@@ -513,54 +522,356 @@ def test_the_layouts_fit_every_number_of_gpus(count):
     assert sharded == {num for num in several if 1024 % num == 0}
 
 
-def part(code, minutes=1.0, output="", read=None):
-    return check.Part("part", minutes, ["-c", code], output, read)
+# ---- the queue ----
+
+
+def entry(code, name="one", **fields):
+    return run_queue.Entry(name, ["-c", code], **fields)
 
 
 @pytest.mark.multiprocess
-def test_a_failed_part_is_a_row_and_a_part_has_a_time_limit(tmp_path):
-    def row(name, *arguments):
-        (row,), saved = check.run_part(part(*arguments), tmp_path / name)
-        assert list(row) == [*check.COLUMNS]
+def test_a_failed_entry_is_a_row_and_an_entry_has_a_time_limit(tmp_path):
+    def row(name, code, minutes=1.0, **fields):
+        saved = run_queue.run_entry(entry(code, **fields), tmp_path / name, minutes=minutes)
+        (row,) = saved["rows"]
+        assert list(row) == [*run_queue.COLUMNS]
         return row["result"], row["note"], saved
 
-    assert row("a", "print(1)")[0] == "passed"
-    result, note, saved = row("b", "import sys; print('why'); sys.exit(3)")
+    assert row("a", "print(1)")[:2] == ("passed", "1")
+    why = "import sys; print('why'); sys.exit(3)"
+    result, note, saved = row("b", why)
     assert (result, note, saved["log"]) == ("FAILED", "exit code 3: why", "why\n")
-    # The limit also ends the children of the part.
-    sleep = "import subprocess; subprocess.run(['sleep', '99'])"
-    result, note, saved = row("c", sleep, 0.02)
-    assert (result, note) == ("FAILED", "not done after 0.02 minutes") and saved["seconds"] < 60
+    assert run_queue.has_failed(saved)
+    # The limit also ends the children of the entry.
+    sleep = "import subprocess; print('started', flush=True); subprocess.run(['sleep', '99'])"
+    result, note, saved = row("c", sleep, 0.02, output="none.json")
+    assert (result, note) == ("FAILED", "not done after 0.02 minutes: started")
+    assert saved["seconds"] < 60
+    assert row("d", "print(1)", output="none.json")[1] == "it wrote no record"
+    # A record has rows in spite of a fault.
+    rows = "import sys; open(sys.argv[1].partition('=')[2], 'w').write('{}'); exit('one differs')"
+    fields = {"output": "a.json", "read": lambda text: iter([{"case": "x"}])}
+    saved = run_queue.run_entry(entry(rows, **fields), tmp_path / "f", minutes=1)
+    assert [row["result"] for row in saved["rows"]] == ["passed", "FAILED"]
+    assert saved["record"] == {} and saved["rows"][1]["note"] == "exit code 1: one differs"
     tests = "import sys; open(sys.argv[1].partition('=')[2], 'w').write({!r})"
     counts = '<s><testsuite tests="{}" failures="0" errors="0" skipped="2"/></s>'
     for number, expected in (
-        (2, ("FAILED", "no test passed")),
+        (2, ("FAILED", "its output cannot be read: no test passed")),
         (5, ("passed", "3 passed, 2 skipped")),
     ):
         code = tests.format(counts.format(number))
-        found = row(f"d{number}", code, 1.0, "junit.xml", check.rows_of_tests)
-        assert found[:2] == expected
+        junit = {"output": "junit.xml", "read": run_queue.rows_of_tests}
+        assert row(f"e{number}", code, **junit)[:2] == expected
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """Returns a function that runs entries as the queue of a host with two H100."""
+    monkeypatch.setattr(devices, "find", lambda: gpus(count=2))
+
+    def run(*entries, flags=()):
+        monkeypatch.setattr(run_queue, "entries_of", lambda *_, **__: [*entries])
+        monkeypatch.setattr(sys, "argv", ["run_queue.py", f"--output={tmp_path}", *flags])
+        return run_queue.main()
+
+    return run
+
+
+def started(capsys):
+    """Returns the names of the entries that the last call started."""
+    return re.findall(r"^(\S+) \.\.\.$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.multiprocess
-def test_the_exit_code_says_if_a_part_failed_and_the_table_is_saved(tmp_path, monkeypatch, capsys):
-    codes = iter(["", "raise SystemExit('no')"])
-    monkeypatch.setattr(check, "parts_of", lambda *_, **__: [part(code) for code in codes])
-    monkeypatch.setattr(devices, "find", lambda: gpus(count=2))
-    monkeypatch.setattr(sys, "argv", ["check.py", f"--output={tmp_path}"])
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert check.main() == 1
-    (text,) = tmp_path.glob("*.txt")
-    assert (
-        text.name.startswith("gpu-check_nvidia-h100-80gb-hbm3-x2_")
-        and text.read_text() in capsys.readouterr().out
-    )
-    saved = json.loads(text.with_suffix(".json").read_text())
-    assert [row["result"] for row in saved["rows"]] == ["passed", "FAILED"]
-    codes = iter([""])
-    assert check.main() == 0
+def test_each_entry_has_a_record_that_names_the_card_and_the_others_continue(
+    queue, tmp_path, capsys
+):
+    good, bad, other = entry("print(7)"), entry("exit('no')", "bad"), entry("", "other")
+    assert queue(good, bad, other) == 1
+    assert started(capsys) == ["one", "bad", "other"]
+    program = run_queue.hash_of_program()
+    for name in ("one", "bad", "other"):
+        (file,) = tmp_path.glob(f"{name}-{program[:8]}_nvidia-h100-80gb-hbm3-x2_*.json")
+        saved = json.loads(file.read_text())
+        assert saved["rows"][-1]["result"] == ("FAILED" if name == "bad" else "passed")
+        assert saved["entry"] == name and saved["program"] == program
+        assert saved["devices"] == [gpus().kind] * 2
+    (text,) = tmp_path.glob("gpu-check_nvidia-h100-80gb-hbm3-x2_*.txt")
+    assert "exit code 1: no" in text.read_text() and "7" in text.read_text()
+
+
+@pytest.mark.multiprocess
+def test_a_later_call_runs_what_has_no_record_and_then_what_failed(
+    queue, tmp_path, monkeypatch, capsys
+):
+    good, bad, new = entry("print(7)"), entry("exit('no')", "bad"), entry("print(8)", "new")
+    queue(bad, good)
+    capsys.readouterr()
+    assert queue(bad, good, new) == 1
+    output = capsys.readouterr().out
+    assert re.findall(r"^(\S+) \.\.\.$", output, re.MULTILINE) == ["new", "bad"]
+    assert re.search(r"^one .* 7$", output, re.MULTILINE), "the table has earlier records too"
+    assert queue(bad, good, new, flags=["--list"]) == 0
+    states = dict(re.findall(r"^(\w+) +(done|FAILED|left) ", capsys.readouterr().out, re.M))
+    assert states == {"bad": "FAILED", "one": "done", "new": "done"}
+    # Another command, another card, another program.
+    assert queue(good._replace(command=["-c", "print(9)"])) == 0 and started(capsys) == ["one"]
+    monkeypatch.setattr(devices, "find", lambda: gpus(count=1))
+    assert queue(new) == 0 and started(capsys) == ["new"]
+    assert queue(new) == 0 and started(capsys) == []
+    monkeypatch.setattr(run_queue, "hash_of_program", lambda: "0123456789ab")
+    assert queue(new) == 0 and started(capsys) == ["new"]
+    (file,) = tmp_path.glob("new-01234567_*.json")
+    file.write_text(file.read_text()[:99])  # as of a process that was killed
+    assert queue(new) == 0 and started(capsys) == ["new"]
+
+
+@pytest.mark.multiprocess
+def test_an_entry_starts_only_if_its_limit_fits_into_the_minutes(queue, capsys):
+    long, short = entry("", "long", minutes=4), entry("", "short", minutes=1)
+    assert queue(long, short, flags=["--minutes=2"]) == 0
+    output = capsys.readouterr().out
+    assert "short ..." in output and "long ..." not in output
+    assert "left for another call: long\n" in output
+    assert queue(long, short, flags=["--minutes=2", "--limit=1.5"]) == 0
+    assert started(capsys) == ["long"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_is_done_and_ends_what_runs(queue, tmp_path, capsys, number):
+    # A shell's background jobs ignore SIGINT. Only the queue's own handler acts on SIGTERM.
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: None}
+    before = {one: signal.signal(one, handler) for one, handler in handlers.items()}
+    pid = tmp_path / "pid"
+    code = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); "
+    sleeping = entry(code + "time.sleep(20)", "sleeping")
+
+    def press():
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread, began = threading.Thread(target=press), time.monotonic()
+    thread.start()
+    try:
+        assert queue(entry("print(7)"), sleeping, entry("", "later")) == 130
+    finally:
+        thread.join()
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert time.monotonic() - began < 15
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert [file.name.partition("-")[0] for file in tmp_path.glob("*.json")] == ["one"]
+    assert "left for another call: sleeping, later\n" in capsys.readouterr().out
+
+
+def test_an_entry_that_this_host_cannot_run_is_skipped_with_the_reason(queue, capsys):
+    def reasons(found):
+        return {
+            one.name: one.why_not for one in run_queue.entries_of(found, toy=False) if one.why_not
+        }
+
+    small = reasons(gpus(gigabytes=79))
+    assert small["llama-1-row"] == "needs 110 GB, and jax may allocate 79 GB"
+    assert small["llama-8-rows"] == small["llama-1-row"]
+    assert small["scaling"] == small["bandwidth"] == "needs several GPUs"
+    large = reasons(gpus(gigabytes=139, count=8))
+    assert not any(name in large for name in ("llama-1-row", "scaling", "attention-statistics"))
+    assert "no fused attention" in reasons(gpus("7.0"))["attention-statistics"]
+    skipped = entry("exit(1)", why_not="needs 110 GB, and jax may allocate 79 GB")
+    assert queue(skipped) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^one .* skipped .* needs 110 GB", output, re.MULTILINE)
+    assert "one ..." not in output and "left for" not in output
+    assert queue(skipped, flags=["--list"]) == 0
+    assert "skipped: needs 110 GB" in capsys.readouterr().out
+
+
+def test_the_queue_selects_entries_by_name_and_needs_a_gpu(queue, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        queue(entry(""), flags=["--only", "two"])
+    assert "--only two: no entry begins so; there are one" in capsys.readouterr().err
     monkeypatch.setattr(devices, "find", lambda: devices.Devices("cpu", "cpu", 1, "", None))
-    assert check.main() == 2
+    assert queue(entry("")) == 2
+
+
+SCRIPTS_OF_ENTRIES = {
+    "benchmarks/compare/gpu_settings.py": gpu_settings,
+    "benchmarks/compare/gpu_step.py": gpu_step,
+    "benchmarks/compare/loss_curves.py": loss_curves,
+}
+
+
+class Reached(Exception):
+    """A script has read its flags."""
+
+
+def test_the_scripts_of_the_queue_know_its_flags(monkeypatch):
+    """At full size, at which this host cannot run them."""
+
+    def reach():
+        raise Reached
+
+    entries = run_queue.entries_of(gpus(gigabytes=139, count=8), toy=False)
+    assert len({one.name for one in entries}) == len(entries)
+    assert all(one.minutes <= 4 for one in entries)
+    monkeypatch.setattr(devices, "find", reach)
+    # This version may know none of the settings.
+    monkeypatch.setattr(loss_curves, "known_settings", lambda args: (args.settings, {}))
+    for one in entries:
+        script, *flags = one.command
+        if script in SCRIPTS_OF_ENTRIES:
+            monkeypatch.setattr(sys, "argv", [script, *flags])
+            with pytest.raises(Reached):
+                SCRIPTS_OF_ENTRIES[script].main()
+        for texts in [flags[flags.index("--settings") + 1 :]] if "--settings" in flags else []:
+            known, skipped = settings.apply_each(gpu_models.settings("gpt2-124m"), texts)
+            assert known or one.name == "loss-curves", skipped
+    keys = [flag for flag in run_queue.profiled(toy=False) if flag.startswith("--config.")]
+    parse(load_config("gpt2", keys), num_devices=1)
+
+
+# ---- settings that alternate, loss curves, statistics of attention ----
+
+
+def test_settings_that_this_version_does_not_know_are_skipped_with_the_reason():
+    config = gpu_models.settings("gpt2-toy")
+    texts = ["train.remat=full train.unroll=2", "train.kernel=plain", "train.xla_preset=cublass"]
+    known, skipped = settings.apply_each(config, texts)
+    (found,) = known.values()
+    assert (found.train.remat, found.train.unroll) == ("full", 2)
+    assert config.train.remat == "none"  # is not changed
+    assert "--config.train.kernel: unknown key" in skipped["train.kernel=plain"]
+    assert "use one of auto, none" in skipped["train.xla_preset=cublass"]
+
+
+def test_settings_are_compared_all_together_if_they_fit():
+    texts = ["train.remat=none", "train.remat=full", "train.unroll=1"]
+
+    def fit(gigabytes, texts=texts):
+        configs, _, together = gpu_settings.configs_that_fit(
+            "gpt2-124m", texts, gpus(gigabytes=gigabytes)
+        )
+        (rows,) = {config.train.global_batch for config in configs.values()}
+        return rows, together
+
+    assert fit(139) == (64, True)
+    assert fit(44) == (64, False)  # two fit
+    rows, together = fit(20)
+    assert 1 < rows < 64
+    # As they are asked for.
+    assert fit(20, ["train.global_batch=64 train.remat=none"])[0] == 64
+
+
+@pytest.mark.multiprocess
+def test_a_limit_of_time_starts_no_other_case_and_no_second_round(starts):
+    cases = comparison.with_config({}, ["meshtrain", "slow"])
+    results = comparison.run(cases, **COUNTS, pairs=False, warm=False, seconds=0)
+    assert results.failed == {"slow": "not started: no time was left"}
+    assert starts() == ["initial", "meshtrain"]
+    (row,) = comparison.table(results, column="settings", ratio="speed / first")
+    assert row["settings"] == "meshtrain" and row["warm s"] is None and row["speed / first"] == 1
+    assert len(results.groups[0]["meshtrain"]["seconds"]) == 1
+    results = comparison.run(cases, **COUNTS, pairs=False, warm=False, seconds=60)
+    assert [len(times["seconds"]) for times in results.groups[0].values()] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_settings_at_toy_size(tmp_path):
+    texts = ["train.remat=none", "train.kernels=none of these", "train.remat=full"]
+    flags = ["--model=gpt2-toy", "--rounds=1", "--steps=5", f"--output={tmp_path}"]
+    process = run("compare/gpu_settings.py", *flags, "--settings", *texts)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    (file,) = tmp_path.glob("settings-gpt2-toy_*.json")
+    saved = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert [row["settings"] for row in saved["rows"]] == [texts[0], texts[2]]
+    assert [*saved["skipped"]] == [texts[1]] and saved["raw"]["failed"] == {}
+    first, second = (times["losses"] for times in saved["raw"]["groups"][0].values())
+    assert len(first) == 5 and first == pytest.approx(second, rel=2e-2)
+    rows = [*run_queue.rows_of_settings(file.read_text())]
+    assert [row.get("result") for row in rows] == [None, None, "skipped"]
+    assert "4 rows, first step after" in rows[0]["note"]
+
+
+def test_loss_curves_that_lead_elsewhere_are_a_fault():
+    first = {step: 5 - step / 100 for step in range(0, 100, 5)}
+    shifted = {step: loss * (1.02 if step >= 80 else 1) for step, loss in first.items()}
+    outlier = first | {50: 5.0}
+    broken = first | {95: math.nan}
+    rows = [
+        loss_curves.row_of(name, losses, first, 1.0)
+        for name, losses in (
+            ("first", first),
+            ("shifted", shifted),
+            ("outlier", outlier),
+            ("broken", broken),
+        )
+    ]
+    assert rows[1]["difference %"] == pytest.approx(2)
+    assert rows[2]["largest difference %"] == pytest.approx(100 * (5 / 4.5 - 1))
+    assert [fault.partition(":")[0] for fault in loss_curves.faults_of(rows)] == [
+        "shifted",
+        "outlier",
+        "broken",
+        "broken",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_loss_curves_at_toy_size(tmp_path):
+    texts = ["train.remat=none", "train.remat=full"]
+    flags = ["--toy", "--steps=20", f"--output={tmp_path}", "--settings", *texts]
+    process = run("compare/loss_curves.py", *flags)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    (file,) = tmp_path.glob("loss-curves_*.json")
+    saved = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert [*saved["losses"]] == texts
+    for curve in saved["losses"].values():
+        losses = [*curve.values()]
+        assert len(losses) >= 4 and losses[-1] < losses[0]
+    assert len([*run_queue.rows_of_curves(file.read_text())]) == 2
+
+
+def test_merged_chunks_equal_one_call_and_another_statistic_is_found():
+    shape, formula = attention_statistics.TOY[0], attention_statistics.FORMULA
+    rows, faults = attention_statistics.measure(shape, formula, "float32")
+    assert faults == []
+    assert {row["compared"] for row in rows} >= {"output", "statistic", "gradient of q"}
+
+    def forward(*args):
+        out, statistic = formula.forward(*args)
+        return out, statistic / math.log(2)
+
+    def backward(q, k, v, results, *others):
+        return formula.backward(q, k, v, (results[0], results[1] * math.log(2)), *others)
+
+    in_base_2 = attention_statistics.Kernel(forward, backward)
+    _, faults = attention_statistics.measure(shape, in_base_2, "float32")
+    assert "the statistic is closest to the same in base 2" in faults[0]
+    assert any("gradient of k: the error of two chunks" in fault for fault in faults)
+    # Its own backward pass does not fit.
+    wrong = formula._replace(forward=forward)
+    _, faults = attention_statistics.measure(shape, wrong, "float32")
+    assert any("gradient of k: the error of one call" in fault for fault in faults)
+
+
+def test_cudnn_lowers_for_chunks_of_keys(simulated_gpu):
+    shape = attention_statistics.SHAPES[1]
+    B, S, H, G, K = shape
+    inputs = [jax.ShapeDtypeStruct((B, S, heads, K), "bfloat16") for heads in (H, G, G, H)]
+    kernel = attention_statistics.cudnn_kernel()
+    traced = jax.jit(functools.partial(attention_statistics.two_chunks, kernel)).trace(*inputs)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # The first half of the queries has one chunk of keys, the second half two.
+    assert len(re.findall(r"@__cudnn\$fmhaSoftmax\(", text)) == 3
+    assert len(re.findall(r"@__cudnn\$fmhaSoftmaxBackward\(", text)) == 3
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ The Kubernetes manifests train, with processes in place of pods.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -121,7 +123,7 @@ def unknown_keys(document, parsed, path=""):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_check_of_gpus_saves_its_table(tmp_path):
-    """Two parts at toy size; other tests run the others.
+    """Two entries at toy size; a second call finds them done.
 
     launch/setup.sh, which would install packages, is replaced.
     """
@@ -134,14 +136,51 @@ def test_the_check_of_gpus_saves_its_table(tmp_path):
     output = tmp_path / "saved"
     output.mkdir()
     command = ["bash", script, "--toy", f"--output={output}", "--parts", "info", "bandwidth"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (file,) = output.glob("gpu-check_*.json")
-    rows = json.loads(file.read_text())["rows"]
-    checks = {row["check"].partition(" ")[0] for row in rows}
-    assert checks == {"info", "bandwidth"}
-    assert {row["result"] for row in rows} == {"passed"}
-    assert file.with_suffix(".txt").read_text() in done.stdout
+
+    def check():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        (file,) = output.glob("gpu-check_*.txt")
+        assert file.read_text() in done.stdout
+        return done.stdout
+
+    assert "info ...\n" in check()
+    for name in ("info", "bandwidth"):
+        (file,) = output.glob(f"{name}-*_cpu-*.json")
+        saved = json.loads(file.read_text())
+        assert {row["entry"] for row in saved["rows"]} == {name}
+        assert {row["result"] for row in saved["rows"]} == {"passed"}
+    assert "..." not in check()
+
+
+@pytest.mark.slow
+def test_the_check_of_gpus_uses_the_wheels_of_a_folder(tmp_path):
+    """A package of ours, installed without a network; the queue is replaced."""
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("this environment has no pip")
+    wheels = tmp_path / "wheels"
+    for folder in (wheels, tmp_path / "launch", tmp_path / "benchmarks" / "gpu"):
+        folder.mkdir(parents=True)
+    info = "of_the_folder-1.0.dist-info"
+    with zipfile.ZipFile(wheels / "of_the_folder-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("of_the_folder.py", "NAME = 'installed'\n")
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: of-the-folder\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+    (wheels / "requirements.txt").write_text("of-the-folder==1.0\n")
+    script = shutil.copy(ROOT / "launch" / "gpu_check.sh", tmp_path / "launch")
+    program = "import sys, of_the_folder; print(of_the_folder.NAME, *sys.argv[1:])"
+    (tmp_path / "benchmarks" / "gpu" / "run_queue.py").write_text(program)
+    environ = {**os.environ, "WHEELS": str(wheels), "PYTHON": sys.executable}
+    for _ in range(2):  # the second time it is installed already
+        done = subprocess.run(
+            ["bash", script, "--list"], env=environ, capture_output=True, text=True
+        )
+        assert done.stdout == "installed --list\n", done.stderr
 
 
 # ---- contents of the manifests ----

@@ -42,7 +42,8 @@ def main():
         optim={"schedule": "constant", "warmup_steps": 0},
     )
     names = comparison.available(args.only)
-    results = comparison.run(c.to_dict(), names, rounds=args.rounds, steps=args.steps, pairs=False)
+    cases = comparison.with_config(c.to_dict(), names)
+    results = comparison.run(cases, rounds=args.rounds, steps=args.steps, pairs=False)
     rows = comparison.table(results)
     if rows:
         count = results.facts[names[0]]["parameters"]

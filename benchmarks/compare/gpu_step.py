@@ -34,11 +34,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib import comparison, devices, gpu_models, record
+from benchmarks.lib import comparison, devices, gpu_models, record, utilization
 from benchmarks.lib.devices import Devices
 from benchmarks.lib.gpu_models import SHAPES, TOY
 from benchmarks.lib.implementation import IMPLEMENTATIONS
-from meshtrain.hardware import peak_flops
 
 DEFAULT_IMPLEMENTATIONS = ("meshtrain", "bare jax, unrolled", "torch compiled")
 
@@ -56,24 +55,6 @@ def implementations(model: str, only: list[str] | None, dtype: str = "bfloat16")
     return comparison.available([name for name in IMPLEMENTATIONS if name in only])
 
 
-def add_utilization(model: str, results: comparison.Results, rates: dict, c: Any) -> list[dict]:
-    """Returns the table of the comparison with tokens per second and utilization."""
-    tokens = c.train.global_batch * c.data.seq_len
-    peak, flops = peak_flops(rates["kind"]), gpu_models.model_flops(model)
-    table = []
-    for row in comparison.table(results):
-        rate = 1e3 * tokens / row["ms per step"]
-        utilization = {
-            f"MFU %, {rule}": 100 * rate * count / peak if peak else None
-            for rule, count in flops.items()
-        }
-        utilization["% of matmul rate"] = 100 * rate * flops["PaLM"] / rates["matmul_flops"]
-        most = results.facts[row["implementation"]].get("mfu_at_most")
-        utilization["MFU % at most"] = most and 100 * most
-        table.append(row | {"tokens/s": rate} | utilization)
-    return table
-
-
 def run_comparison(
     args: argparse.Namespace, model: str, found: Devices
 ) -> tuple[comparison.Results, Any]:
@@ -87,7 +68,8 @@ def run_comparison(
     counts = dict(rounds=args.rounds, steps=args.steps)
     while rows:
         c = gpu_models.settings(model, rows=rows, dtype=found.dtype)
-        results = comparison.run(c.to_dict(), names, **counts, pairs=found.is_gpu)
+        cases = comparison.with_config(c.to_dict(), names)
+        results = comparison.run(cases, **counts, pairs=found.is_gpu)
         if not devices.ran_out_of_memory(results.failed.get("meshtrain", "")):
             return results, c
         rows //= 2
@@ -103,7 +85,13 @@ def measure(args: argparse.Namespace, model: str, found: Devices, rates: dict) -
         print(f"\n{model}: {error}")
         record.save(args.output, fields | {"left_out": str(error)}, model=model)
         return []
-    rows = add_utilization(model, results, rates, c)
+    rows = utilization.add_to(
+        comparison.table(results),
+        results,
+        model=model,
+        configs=dict.fromkeys(results.facts, c),
+        rates=rates,
+    )
     if rows:
         count = results.facts["meshtrain"]["parameters"]
         size = f"{c.train.global_batch} x {c.data.seq_len} tokens in {c.train.dtype}"
@@ -136,8 +124,7 @@ def main():
         parser.error(f"--output={args.output} is one file for several models; name a folder")
     os.environ |= devices.environment()  # two processes share the GPU
     found, rates = devices.find(), comparison.ceiling()
-    print(f"{found.kind}: matrix product {rates['matmul_flops'] / 1e12:.4g} TFLOP/s, "
-          f"copy {rates['copy_bytes'] / 1e12:.4g} TB/s")  # fmt: skip
+    utilization.print_rates(found.kind, rates)
     about = dataclasses.asdict(found) | rates
     faults = [fault for model in models for fault in measure(args, model, found, about)]
     sys.exit("\n".join(faults) or None)

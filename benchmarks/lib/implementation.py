@@ -1,11 +1,11 @@
 """One implementation of the training step in its own process: meshtrain, bare jax or torch.
 
-  python benchmarks/lib/implementation.py NAME FOLDER
+  python benchmarks/lib/implementation.py NAME FILE
 
-comparison.py starts it. FOLDER has config.json and, for bare jax and torch, initial.npz, which the
-NAME "initial" writes. After its first step the process prints a line of JSON; then it reads numbers
-of steps from stdin, runs them, and prints a line of JSON for each. The NAME "ceiling" measures the
-rates of the device instead.
+comparison.py starts it. FILE is the config, as JSON. For bare jax and torch there is initial.npz in
+the same folder, which the NAME "initial" writes. After its first step the process prints a line of
+JSON; then it reads numbers of steps from stdin, runs them, and prints a line of JSON for each. The
+NAME "ceiling" measures the rates of the device instead.
 """
 
 import json
@@ -30,15 +30,16 @@ IMPLEMENTATIONS = {
     "torch compiled": dict(compile="default"),
     "torch compiled, max-autotune": dict(compile="max-autotune-no-cudagraphs"),
 }
+INITIAL = "initial.npz"  # the initial parameters, next to the config
 FUSED = "__cudnn$fmha"  # custom call of fused attention in a compiled program
 
 
-def prepare(name: str, folder: Path):
+def prepare(name: str, file: Path):
     """Returns a function that runs a step, a dict of facts, and one for the memory used.
 
     The first function returns the loss of its step.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(file.read_text(encoding="utf-8"))
     rows, length = config["train"]["global_batch"], config["data"]["seq_len"]
     shape = rows, length + 1
     # As often as the words of a text: Zipf's law. The gradients of a frequent token's embedding are
@@ -46,14 +47,14 @@ def prepare(name: str, folder: Path):
     frequency = 1 / np.arange(1, config["model"]["vocab_size"] + 1)
     tokens = np.random.default_rng(0).choice(len(frequency), shape, p=frequency / frequency.sum())
     if name == "meshtrain":
-        return prepare_meshtrain(folder, np.int32(tokens))
-    params, count = read_initial(folder)
+        return prepare_meshtrain(file, np.int32(tokens))
+    params, count = read_initial(file.with_name(INITIAL))
     prepare_baseline = prepare_torch if name.startswith("torch") else prepare_bare
     step, facts, memory = prepare_baseline(config, params, tokens, **IMPLEMENTATIONS[name])
     return step, facts | {"parameters": count}, memory
 
 
-def prepare_meshtrain(folder: Path, tokens: np.ndarray):
+def prepare_meshtrain(file: Path, tokens: np.ndarray):
     import jax
 
     from benchmarks.lib import devices
@@ -68,7 +69,7 @@ def prepare_meshtrain(folder: Path, tokens: np.ndarray):
     from meshtrain.program import assemble
 
     runtime.setup()  # as train() does
-    c = configfile.load_config(str(folder / "config.json"))
+    c = configfile.load_config(str(file))
     # Without a mesh in the settings (data=-1), the step runs on one device, as those of the others.
     mesh_devices = jax.devices()[: max(1, math.prod(c.mesh[axis] for axis in AXES))]
     cfg = parse(c, num_devices=len(mesh_devices))
@@ -153,21 +154,21 @@ def bytes_of(compiled: Any) -> int:
     return arguments_and_results + m.temp_size_in_bytes
 
 
-def read_initial(folder: Path) -> tuple[dict[str, Any], int]:
+def read_initial(file: Path) -> tuple[dict[str, Any], int]:
     """Returns the initial parameters as nested dicts, and their number."""
     params, count = {}, 0
-    with np.load(folder / "initial.npz") as file:
-        for path in file.files:
+    with np.load(file) as arrays:
+        for path in arrays.files:
             *parents, name = path.split("/")
             node = params
             for parent in parents:
                 node = node.setdefault(parent, {})
-            node[name] = file[path]
+            node[name] = arrays[path]
             count += node[name].size
     return params, count
 
 
-def write_initial(folder: Path) -> None:
+def write_initial(file: Path) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
@@ -176,7 +177,7 @@ def write_initial(folder: Path) -> None:
     from meshtrain.config.parse import parse
     from meshtrain.program import assemble
 
-    cfg = parse(configfile.load_config(str(folder / "config.json")), num_devices=1)
+    cfg = parse(configfile.load_config(str(file)), num_devices=1)
 
     parts = build(cfg)
     program = assemble(cfg, parts, devices=jax.devices()[:1])
@@ -186,7 +187,7 @@ def write_initial(folder: Path) -> None:
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
         for path, leaf in jax.tree.leaves_with_path(params)
     }
-    np.savez(folder / "initial.npz", **named)
+    np.savez(file.with_name(INITIAL), **named)
 
 
 def ceiling() -> dict[str, Any]:
@@ -221,8 +222,8 @@ def ceiling() -> dict[str, Any]:
     }
 
 
-def serve(name: str, folder: Path) -> None:
-    step, facts, memory = prepare(name, folder)
+def serve(name: str, file: Path) -> None:
+    step, facts, memory = prepare(name, file)
     float(step())
     reply(facts)
     for line in sys.stdin:
@@ -239,15 +240,15 @@ def reply(fields: dict[str, Any]) -> None:
 
 
 def main():
-    name, folder = sys.argv[1], Path(sys.argv[2])
+    name, file = sys.argv[1], Path(sys.argv[2])
     try:
         if name == "initial":
-            write_initial(folder)
+            write_initial(file)
             reply({})
         elif name == "ceiling":
             reply(ceiling())
         else:
-            serve(name, folder)
+            serve(name, file)
     except Exception as error:
         reply({"error": f"{type(error).__name__}: {error}"[:300]})
         raise

@@ -47,19 +47,24 @@ def about(args: argparse.Namespace, devices: Sequence[str] = ()) -> dict[str, An
     """
     return {
         "command": " ".join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **now(),
         "git": _commit(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "devices": list(devices) or [device.device_kind for device in jax.devices()],
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg(),
         "flags": {key: str(value) for key, value in vars(args).items()},
         "environment": {
             key: value for key, value in os.environ.items() if key.startswith(("XLA_", "JAX_"))
         },
     }
+
+
+def now() -> dict[str, Any]:
+    """Returns what differs between the measurements of one process: the date, and the load."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": date, "load": os.getloadavg()}
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -164,8 +164,9 @@ def time_case(c, *, rounds: int, steps: int) -> dict:
     There is one time for each round.
     """
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(c.to_dict()), encoding="utf-8")
-        process = comparison.Implementation("meshtrain", Path(folder))
+        file = Path(folder, "config.json")
+        file.write_text(json.dumps(c.to_dict()), encoding="utf-8")
+        process = comparison.Implementation("meshtrain", file)
         try:
             process.run_steps(1)
             replies = [process.run_steps(steps) for _ in range(rounds)]

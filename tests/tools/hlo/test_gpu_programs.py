@@ -110,13 +110,6 @@ def test_cublas_adds_the_biases_and_applies_gelu(case):
     assert (found["BIAS"], found["BIAS_GELU_AUX"]) == (5 * num_layers, num_layers)
 
 
-def test_the_step_of_gpt2_moves_less_memory_than_with_plain_formulas():
-    """Of 64 rows on one GPU, which plain formulas move 241 GB for."""
-    found = compiled(*GPT2_1).figures
-    moved = sum(row["hbm_bytes"] for row in found["roofline"]["rows"])
-    assert moved < 200e9 and found["memory"]["peak"] < 26e9
-
-
 def test_fused_attention_runs_once_forward_and_once_backward_in_each_layer(case):
     runs = {"forward": 0, "backward": 0}
     for _, one, count in kernels(compiled(*case).module):
@@ -167,6 +160,8 @@ def test_memory_and_traffic_of_gpt2_on_one_h200():
     found = compiled(*GPT2_1).figures
     rows = {row["name"]: row for row in found["roofline"]["rows"]}
     other = ("norms and elementwise", "loss", "optimizer")
-    assert found["memory"]["peak"] < 20e9
-    assert sum(rows[name]["ceiling_seconds"] for name in other) < 0.030
-    assert found["roofline"]["mfu"] > 0.55
+    assert found["memory"]["peak"] < 22e9
+    assert sum(rows[name]["ceiling_seconds"] for name in other) < 0.018
+    # Plain formulas move 241 GB.
+    assert sum(row["hbm_bytes"] for row in rows.values()) < 200e9
+    assert found["roofline"]["mfu"] > 0.63
