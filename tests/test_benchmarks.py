@@ -749,7 +749,8 @@ def test_settings_that_this_version_does_not_know_are_skipped_with_the_reason():
 
 
 def test_settings_are_compared_all_together_if_they_fit():
-    texts = ["train.remat=none", "train.remat=full", "train.unroll=1"]
+    texts = [f"train.kernels=plain {key}" for key in ("train.remat=none", "train.remat=full")]
+    texts.append("train.kernels=plain train.unroll=1")
 
     def fit(gigabytes, texts=texts):
         configs, _, together = gpu_settings.configs_that_fit(
@@ -762,6 +763,8 @@ def test_settings_are_compared_all_together_if_they_fit():
     assert fit(44) == (64, False)  # two fit
     rows, together = fit(20)
     assert 1 < rows < 64
+    # GPT-2's fused formulas keep the result of GELU: 6.4 GB.
+    assert fit(44, [*texts, "train.kernels=fused train.remat=none"]) == (32, False)
     # As they are asked for.
     assert fit(20, ["train.global_batch=64 train.remat=none"])[0] == 64
 

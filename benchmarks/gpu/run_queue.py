@@ -166,11 +166,9 @@ PLAIN, FUSED = "train.kernels=plain", "train.kernels=fused"
 
 def formulations() -> list[str]:
     """Returns the settings that are compared with the first, the plain program."""
-    # Versions without the key have plain kernels alone.
-    plain = PLAIN if "kernels" in default.get_config().train else ""
     return [
-        f"{plain} train.xla_preset=none".strip(),
-        f"{plain} train.xla_preset=cublas".strip(),
+        f"{PLAIN} train.xla_preset=none",
+        f"{PLAIN} train.xla_preset=cublas",
         f"{FUSED} train.xla_preset=none",
         f"{FUSED} train.xla_preset=cublas",
         f"{FUSED} train.xla_preset=cublas model.loss_chunk_mib=8192",

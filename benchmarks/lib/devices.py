@@ -100,8 +100,8 @@ def bytes_of_step(c: Any, *, rows: int, fused: bool, is_bare: bool = False) -> f
     moments = 4 if c.optim.moment_dtype == "bfloat16" else 8
     state = (10 + moments) * (m.num_layers * layer + embeddings)
     kept = 2 if c.train.remat == "full" else 48 if is_bare else 24
-    if c.train.get("kernels", "plain") != "plain" and c.train.remat != "full":
-        kept += 2 * m.d_ff / m.d_model  # the hidden layer of the feed-forward is kept too
+    if m.mlp == "gelu" and c.train.kernels != "plain" and c.train.remat != "full":
+        kept += 2 * m.d_ff / m.d_model  # the fused formulas keep the result of GELU too
     logits = (6 if is_bare else 2) * rows * length * m.vocab_size
     if fused and not is_bare:  # with float16 there are no chunks
         logits = min(logits, c.model.loss_chunk_mib * (1 << 20))
