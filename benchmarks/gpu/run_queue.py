@@ -386,6 +386,8 @@ def run_entry(entry: Entry, folder: Path, *, minutes: float) -> dict[str, Any]:
             saved["record"] = json.loads(text) if file.suffix == ".json" else None
         except (ValueError, KeyError, ElementTree.ParseError) as error:
             fault = fault or f"its output cannot be read: {error}"
+    if not rows:
+        fault = fault or "its record has no rows"
     if fault:
         rows.append({"result": "FAILED", "note": fault})
     first = {"entry": entry.name, "case": "", "result": "passed"}

@@ -225,7 +225,7 @@ def prediction(case: tuple) -> Predicted:
     config = load_config(name)
     config.train.global_batch = batch
     cfg = parse(config)
-    plan_input = from_config.plan_input(cfg)
+    plan_input = from_config.plan_input(cfg, platform="gpu")
     resolved = on_devices(cfg.with_keys(KEYS | keys), devices)
     layout = layout_of(resolved)
     parts = memory.parts(

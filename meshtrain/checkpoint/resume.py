@@ -23,13 +23,14 @@ FREE = ("model.attention_impl", "model.loss_chunk_mib")  # how it is computed
 def changes(saved: Manifest, config: Mapping[str, Any]) -> dict[str, list]:
     """Returns the keys of the config that differ from those of the checkpoint: key -> [then, now].
 
-    A key that a config of another version lacks has its default value. The request to allow changes
+    A key that a config of another version lacks has its default value, but `train.kernels`: earlier
+    versions had plain ones alone. The request to allow changes
     is none, and so are keys of `model` where the caller passed one, and those of `data` where the
     caller passes or passed data and the other config names it.
     """
     defaults = _flatten(default.get_config().copy_and_resolve_references().to_dict())
     saved_config = moved.new_names(saved.config, is_reported=False)
-    then = {**defaults, **_flatten(saved_config)}
+    then = {**defaults, "train.kernels": "plain", **_flatten(saved_config)}
     now = {**defaults, **_flatten(config)}
     is_own_model = OWN_MODEL in (then.get("model.build"), now.get("model.build"))
     was_own_data = then.get("data.build") == OWN_DATA

@@ -126,11 +126,12 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
 
     machine = Machine(args.device, args.devices, args.devices_per_host)
     limit = args.memory * args.device.memory
+    platform = "gpu" if args.device.chip else "tpu"
     plan_input = None
     if args.largest_batch:
         args.fix.setdefault("num_microbatches", 1)
         plan_input = search.with_largest_batch(
-            from_config.plan_input(cfg), machine, limit=limit, fixed=args.fix
+            from_config.plan_input(cfg, platform=platform), machine, limit=limit, fixed=args.fix
         )
         if plan_input:
             cfg = plan_input.cfg
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
             )
     if faults := constraints.fixed_faults(cfg, args.fix, args.devices, args.fixed_by):
         raise ConfigError(*faults)
-    plan_input = plan_input or from_config.plan_input(cfg)
+    plan_input = plan_input or from_config.plan_input(cfg, platform=platform)
     plan = search.search(
         plan_input,
         machine,

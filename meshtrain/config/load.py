@@ -239,7 +239,7 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
 # is a mistake.
 ADDED_SECTIONS = ("context", "sync", "adapter", "monitor")
 ADDED_KEYS = {
-    "train": ("epochs", "batch_per_device"),
+    "train": ("epochs", "batch_per_device", "kernels", "trainable"),
     "data": ("per_process",),
     "adapter": ("dropout",),
 }

@@ -87,7 +87,7 @@ def get_config() -> ConfigDict:
     # "overlap" too, otherwise "none"
     train.xla_preset = "auto"
     # formulas of norms, feed-forward and loss: "plain", or "fused", which have derivatives of their
-    # own and keep and read less; "auto": "fused" on GPUs, otherwise "plain"
+    # own, read less memory and keep more; "auto": "fused" on GPUs, otherwise "plain"
     train.kernels = "auto"
     # compute dtype: "float32", "bfloat16", "float64", or "float16", which scales the loss
     # dynamically and skips steps whose gradients overflow

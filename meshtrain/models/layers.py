@@ -21,7 +21,7 @@ from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import kernels
 from meshtrain.ops.feed_forward import add_bias, gated_product, gelu
 from meshtrain.ops.norms import normalise
-from meshtrain.parallel.remat import recomputed
+from meshtrain.parallel.remat import MLP_GATE, MLP_UP, recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
@@ -215,7 +215,7 @@ class MLP(nnx.Module):
         """Returns the feed-forward of `norm(x)`."""
         if kernels.are_fused():
             # One region: the gradient of the bias is added in the pass that computes the gradient
-            # of the activation. What is kept has names, see ops/kernels.py.
+            # of the activation. What is kept has names: KEPT in parallel/remat.py.
             return recomputed(lambda x_BSD: self._combine(*self._project(norm(x_BSD))), x_BSD)
         projected = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
         return recomputed(self._combine, *projected)
@@ -226,22 +226,24 @@ class MLP(nnx.Module):
         return self.up(x_BSD), self.gate(x_BSD)
 
     def _combine(self, up_BSF, gate_BSF=None):
-        is_fused = kernels.are_fused()
-        if gate_BSF is None:
-            hidden_BSF = gelu(up_BSF) if is_fused else jax.nn.gelu(up_BSF)
-        elif is_fused and self.down.dot_general is flat_dot_general:  # no adapter
-            out_BSD = gated_product(
-                _product_of_hidden,
-                self.gate_activation,
-                up_BSF,
-                gate_BSF,
-                self.down.kernel[...].astype(up_BSF.dtype),
-            )
-            return self.down.with_bias(out_BSD)
-        else:
-            hidden_BSF = self.gate_activation(gate_BSF) * up_BSF
+        if gate_BSF is not None and kernels.are_fused() and not self.down.is_adapted:
+            return self._gated_product(up_BSF, gate_BSF)
+        hidden_BSF = self._hidden(up_BSF, gate_BSF)
         hidden_BSF = checkpoint_name(constrain(hidden_BSF, "batch", "seq", "mlp"), "mlp")
         return self.down(hidden_BSF)
+
+    def _hidden(self, up_BSF, gate_BSF):
+        if gate_BSF is None:
+            return gelu(up_BSF) if kernels.are_fused() else jax.nn.gelu(up_BSF)
+        if kernels.are_fused():  # then the region would compute both products again
+            up_BSF, gate_BSF = checkpoint_name(up_BSF, MLP_UP), checkpoint_name(gate_BSF, MLP_GATE)
+        return self.gate_activation(gate_BSF) * up_BSF
+
+    def _gated_product(self, up_BSF, gate_BSF):
+        kernel_FD = self.down.kernel[...].astype(up_BSF.dtype)
+        activation = self.gate_activation
+        out_BSD = gated_product(_product_of_hidden, activation, up_BSF, gate_BSF, kernel_FD)
+        return self.down.with_bias(out_BSD)
 
 
 def _product_of_hidden(hidden_BSF: jax.Array, kernel_FD: jax.Array) -> jax.Array:
@@ -367,13 +369,13 @@ def dense(
 class Linear(nnx.LinearGeneral):
     """A linear map that adds its bias in float32 or wider: y = (x W + b), rounded once.
 
-    The gradient of the bias, a sum over all tokens, then is in float32 as well.
+    The gradient of the bias, a sum over all tokens, then is in float32 as well. The fused formula
+    leaves the addition to the product's kernel, see `add_bias`.
     """
 
     def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
         dtype = jnp.promote_types(x.dtype, self.kernel.dtype)
-        is_adapted = self.dot_general is not flat_dot_general
-        if self.bias is None or is_adapted or not kernels.are_fused():
+        if self.bias is None or self.is_adapted or not kernels.are_fused():
             return super().__call__(x, out_sharding).astype(dtype)
         # A product of two dims, and a bias of one: as an epilogue cuBLAS takes no other.
         num_in = len(self.axis)
@@ -382,6 +384,11 @@ class Linear(nnx.LinearGeneral):
         dims = tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in))
         out = self.dot_general(x.astype(dtype), kernel, (dims, ((), ())))
         return self.with_bias(out)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the layer has an update of low rank, see lora_layer.py."""
+        return self.dot_general is not flat_dot_general
 
     def with_bias(self, out: jax.Array) -> jax.Array:
         """Returns the layer's output from a product (..., output), whose dims are one."""

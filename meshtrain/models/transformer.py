@@ -112,7 +112,7 @@ class EmbeddingAndHead(nnx.Module):
         return jnp.where(is_token_V[None, None], logits_BSV, jnp.finfo(logits_BSV.dtype).min)
 
     def raw_logits(self, kernel_DV: jax.Array, x_BSD: jax.Array) -> jax.Array:
-        """Returns the logits (B, S, V) without the soft cap; those of the padding are any."""
+        """Returns the logits (B, S, V) without the soft cap; the padding has any finite numbers."""
         logits_BSV = flat_dot_general(x_BSD, kernel_DV, (((2,), (0,)), ((), ())))
         return constrain(logits_BSV, "batch", "seq", "vocab")
 

@@ -45,7 +45,7 @@ def gelu(x: jax.Array) -> jax.Array:
 
 
 def _gelu_forward(x):
-    # Named after its use: jax rounds a named array, which would part the product from its epilogue.
+    # Named after its use: jax rounds a named array, which would separate product and epilogue.
     return checkpoint_name(jax.nn.gelu(x), MLP_GELU), checkpoint_name(x, MLP_UP)
 
 

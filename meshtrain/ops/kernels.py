@@ -2,7 +2,7 @@
 
 `jax.grad` of a plain formula reads some arrays more often than a GPU needs to: its backward pass
 computes statistics again, and writes products in float32. The fused formulas keep the statistics
-and read each array once. They round as the plain ones do, or less often.
+and read each array once. What they keep has names: KEPT in parallel/remat.py.
 """
 
 import contextlib
@@ -24,7 +24,12 @@ def use(kernels: str) -> Iterator[None]:
 
 
 def are_fused() -> bool:
-    """Returns whether the layers use the fused formulas: with "auto" on GPUs."""
-    if _chosen.value == "auto":
-        return accelerator.platform() == "gpu"
-    return _chosen.value == "fused"
+    """Returns whether the layers use the fused formulas."""
+    return resolved(_chosen.value, accelerator.platform()) == "fused"
+
+
+def resolved(kernels: str, platform: str) -> str:
+    """Returns "plain" or "fused" for a value of `train.kernels`: "auto" is "fused" on GPUs."""
+    if kernels == "auto":
+        return "fused" if platform == "gpu" else "plain"
+    return kernels

@@ -50,7 +50,8 @@ def _mean_and_variance(x: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, 
     """Returns mean and variance over `dims`, which are kept with size 1, from one pass.
 
     Merges parts of a row by their mean and their sum of squared distances from it (Chan, Golub and
-    LeVeque 1979), which loses no digits to outliers as a sum of squares does.
+    LeVeque 1979), which loses no digits to outliers as a sum of squares does. GPUs merge as a tree;
+    CPUs one element at a time, which rounds more often.
     """
 
     def merge(first, second):
@@ -58,7 +59,7 @@ def _mean_and_variance(x: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, 
         share = second[0] / jnp.maximum(count, 1)  # 0 of 0: where a reduction starts
         distance = second[1] - first[1]
         mean = first[1] + distance * share
-        squares = first[2] + second[2] + jnp.square(distance) * first[0] * share
+        squares = first[2] + second[2] + (distance * first[0]) * (distance * share)
         return count, mean, squares
 
     zero = jnp.zeros((), x.dtype)

@@ -8,7 +8,7 @@ import jax
 from meshtrain.parallel import accelerator
 
 # Names of arrays that also a `recomputed` region keeps: those of the formulas with derivatives of
-# their own, see ops/kernels.py.
+# their own, in ops/.
 STATISTICS, MLP_UP, MLP_GATE, MLP_GELU = "norm_statistics", "mlp_up", "mlp_gate", "mlp_gelu"
 KEPT = (STATISTICS, MLP_UP, MLP_GATE, MLP_GELU)
 

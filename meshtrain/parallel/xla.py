@@ -23,8 +23,10 @@ def options(
 ) -> dict[str, bool | int | str]:
     """Returns the options of a preset that this version of XLA knows, but those in `without`.
 
-    "auto" means "cublas" on GPUs, with "overlap" on several, else "none".
+    "auto" means "cublas" on GPUs, with "overlap" on several, else "none"; it leaves out what the
+    user sets in XLA_FLAGS.
     """
+    flags = os.environ.get("XLA_FLAGS", "")
     presets = [preset]
     if preset == "auto":
         presets = []
@@ -36,10 +38,11 @@ def options(
     for name, value in values.items():
         is_removed = name in XLA_OPTIONS_REMOVED_IN and version >= XLA_OPTIONS_REMOVED_IN[name]
         is_later = name in XLA_OPTIONS_ADDED_IN and version < XLA_OPTIONS_ADDED_IN[name]
-        if name not in without and not (is_removed or is_later):
+        is_users = preset == "auto" and name != DISABLED_PASSES and f"--{name}=" in flags
+        if name not in without and not (is_removed or is_later or is_users):
             chosen[name] = value
     # The option would replace the passes that the user disables in XLA_FLAGS.
-    users_passes = re.findall(rf"--{DISABLED_PASSES}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    users_passes = re.findall(rf"--{DISABLED_PASSES}=(\S+)", flags)
     if users_passes and DISABLED_PASSES in chosen:
         passes = users_passes[-1].strip("'\"")
         chosen[DISABLED_PASSES] = f"{passes},{chosen[DISABLED_PASSES]}"

@@ -155,10 +155,12 @@ def test_keys_that_another_version_did_not_have_count_as_their_defaults(finished
     config = json.loads(json.dumps(saved.config))
     del config["model"]["window"], config["checkpoint"]["allow_change"], config["health"]
     config["train"]["an_old_key"] = 3
+    del config["train"]["kernels"]  # earlier versions had plain ones alone
     old = dataclasses.replace(saved, config=config, identity={})
     settings = parse(text_config(text), num_devices=8).to_dict()
     found = resume.check(old, settings, saved.identity, source=finished)
-    assert found == {"train.an_old_key": [3, None]}
+    kernels = settings["train"]["kernels"]
+    assert found == {"train.an_old_key": [3, None], "train.kernels": ["plain", kernels]}
 
 
 def test_only_changes_of_the_asked_keys_are_reported(finished, text):

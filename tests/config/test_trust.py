@@ -145,6 +145,15 @@ def test_a_config_json_may_lack_only_the_section_that_earlier_versions_lack(
             parse(raw)
 
 
+@pytest.mark.parametrize(("key", "value"), [("kernels", "plain"), ("trainable", "*/bias")])
+def test_a_key_that_an_earlier_config_json_lacks_can_be_set(tmp_path, key, value):
+    file = write_run(tmp_path)
+    config = json.loads(file.read_text())
+    del config["train"][key]
+    file.write_text(json.dumps(config))
+    assert load.load_config(str(file), [f"--config.train.{key}={value}"]).train[key] == value
+
+
 @pytest.mark.parametrize(
     "content", ["{}", "[]", "3", "null", '{"model": 3}', "{", "\0", "[" * 10**5]
 )

@@ -44,7 +44,7 @@ def plan_of(config, device, num, *, fixed=(), limit=0.9, per_host=8):
     values = constraints.values([("--fix", flag) for flag in fixed])
     if faults := constraints.fixed_faults(cfg, values, num):
         raise ConfigError(*faults)
-    plan_input = from_config.plan_input(cfg)
+    plan_input = from_config.plan_input(cfg, platform="gpu")
     found = search.search(plan_input, machine, limit=size, fixed=values)
     return plan_input, machine, found
 

@@ -17,9 +17,10 @@ from meshtrain.ops import kernels
 ROWS, LENGTH = 2, 128
 
 
-def kept_arrays(name, formulas="plain"):
+def kept_arrays(name, formulas="plain", *overrides):
     """Returns d_model, and shape and dtype of each array per token that a bfloat16 block keeps."""
-    c = load_config(name, ["--config.train.dtype=bfloat16", f"--config.data.seq_len={LENGTH}"])
+    keys = ["--config.train.dtype=bfloat16", f"--config.data.seq_len={LENGTH}", *overrides]
+    c = load_config(name, keys)
     model = build_model(parse(c, num_devices=1))
 
     def abstract(leaf):
@@ -62,6 +63,17 @@ def test_the_fused_formulas_keep_statistics_and_the_epilogue_too(
     d_model, arrays = kept_arrays(name, "auto")
     kept = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays) / (ROWS * LENGTH)
     assert kept == num_bytes * d_model + 4 * heads + 4 * statistics
+
+
+def test_with_adapters_the_fused_formulas_keep_the_projections_too(simulated_gpu):
+    adapter = "--config.adapter.rank=4"
+    sizes = []
+    for formulas in ("plain", "fused"):
+        _, arrays = kept_arrays("llama3", formulas, adapter)
+        wide = [one for one in arrays if one.shape[-1] == 14336]
+        sizes.append(sum(math.prod(one.shape) for one in wide))
+    up_and_gate = 2 * ROWS * LENGTH * 14336
+    assert sizes[0] >= up_and_gate and sizes[1] >= up_and_gate
 
 
 def num_checkpoints(jaxpr, depth=0):

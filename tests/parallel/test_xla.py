@@ -76,6 +76,14 @@ def test_auto_selects_presets_by_platform_and_size(platform, size, expected):
     assert xla.options("auto", mesh) == options
 
 
+def test_auto_leaves_an_option_to_the_users_xla_flags(monkeypatch):
+    name = "xla_gpu_enable_triton_gemm"
+    assert xla.options("auto", fake_mesh("gpu", 1)) == {name: False}
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=true")
+    assert xla.options("auto", fake_mesh("gpu", 1)) == {}
+    assert xla.options("cublas", fake_mesh("gpu", 1)) == {name: False}
+
+
 def test_quick_options_lower_the_llvm_level_on_cpus_unless_xla_flags_sets_it(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
     (option,) = (found := xla.quick_compile_options(fake_mesh("cpu", 8)))

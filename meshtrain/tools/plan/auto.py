@@ -57,7 +57,8 @@ def resolve(
 
     cfg = dataclasses.replace(cfg, mesh=MeshConfig(slices=cfg.mesh.slices))
     row = None if batch is None else from_config.first_row(batch)
-    plan_input = from_config.plan_input(cfg, model=model, row=row)
+    platform = devices[0].platform
+    plan_input = from_config.plan_input(cfg, platform=platform, model=model, row=row)
     # What the trainer rejects for other reasons than sizes.
     if row is not None and not isinstance(row, Batch):
         fixed.setdefault("context", 1)

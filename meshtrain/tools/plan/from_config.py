@@ -11,6 +11,7 @@ from meshtrain.config.schema import Config
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
+from meshtrain.ops import kernels
 from meshtrain.optim import base as optim
 from meshtrain.tools.plan import work as works
 from meshtrain.tools.plan.layout import REMATS
@@ -22,11 +23,14 @@ from meshtrain.tools.plan.sizes import ModelWork
 TRACED_ATTENTION = "blockwise:512"
 
 
-def plan_input(cfg: Config, *, model: Model | None = None, row: Any = None) -> PlanInput:
+def plan_input(
+    cfg: Config, *, platform: str, model: Model | None = None, row: Any = None
+) -> PlanInput:
     """Returns what the planner reads from a config; `model` is a user's own, as for `train`.
 
-    `row` has the shapes of a batch of one row; by default it is one of text. Raises ConfigError for
-    a config that the trainer rejects on every mesh.
+    `platform` is that of the devices: "gpu", "tpu" or "cpu". `row` has the shapes of a batch of one
+    row; by default it is one of text. Raises ConfigError for a config that the trainer rejects on
+    every mesh.
     """
     if cfg.train.batch_per_device:
         raise ConfigError(
@@ -36,7 +40,8 @@ def plan_input(cfg: Config, *, model: Model | None = None, row: Any = None) -> P
     model = build_model(cfg) if model is None else adapted(model, cfg)
     stored = _stored_state(cfg, model)
     row = abstract_row(cfg) if row is None else row
-    work = _work(cfg, model, stored.shapes.params, row)
+    with kernels.use(kernels.resolved(cfg.train.kernels, platform)):
+        work = _work(cfg, model, stored.shapes.params, row)
     return PlanInput(cfg, model, work, stored, works.tokens_of(row))
 
 

@@ -45,7 +45,7 @@ def test_the_error_on_our_own_steps_on_one_gpu(model):
     (file,) = (ROOT / "benchmarks" / "results").glob(f"{model}_nvidia-h200-x1_*.json")
     record = json.loads(file.read_text())
     c = gpu_models.settings(model, rows=record["batch"])
-    plan_input = from_config.plan_input(parse(c))
+    plan_input = from_config.plan_input(parse(c), platform="gpu")
     machine = Machine(hardware.devices()["h200"], 1, 1)
     layout = Layout(rows=record["batch"], zero_stage=c.train.zero_stage, remat=c.train.remat)
     seconds = (

@@ -38,7 +38,7 @@ def test_the_state_is_that_of_the_program(config, layout):
     mesh = jax.sharding.AbstractMesh(numbers, names)
     abstract = optimizer_and_state(cfg, parts, mesh)
     state, grads = abstract.state, abstract.grad_shardings
-    found = from_config.plan_input(parse(c)).stored.bytes(layout)
+    found = from_config.plan_input(parse(c), platform="gpu").stored.bytes(layout)
     gradients = jax.tree.map(lambda leaf, one: leaf.update(sharding=one), state.params, grads)
     expected = [
         states.bytes_per_device(tree) for tree in (state.params, state.opt_state, gradients)
@@ -47,7 +47,7 @@ def test_the_state_is_that_of_the_program(config, layout):
 
 
 def test_memory_grows_with_what_is_kept():
-    plan_input = from_config.plan_input(parse(llama3.get_config()))
+    plan_input = from_config.plan_input(parse(llama3.get_config()), platform="gpu")
 
     def activations(**changes):
         layout = Layout(**{"fsdp": 8, "rows": 1, **changes})
@@ -64,7 +64,7 @@ def test_memory_grows_with_what_is_kept():
 
 
 def test_a_residual_is_as_large_as_the_gradients():
-    plan_input = from_config.plan_input(parse(llama3.get_config()))
+    plan_input = from_config.plan_input(parse(llama3.get_config()), platform="gpu")
     for layout, expected in [
         (Layout(data=8, sync=SyncConfig(dtype="int4")), True),
         (Layout(data=8, sync=SyncConfig(dtype="int8")), False),

@@ -34,7 +34,7 @@ def test_traced_products_are_those_of_the_config(name):
     c.model.head_dim = 0
     c.data.seq_len = c.model.max_seq_len = 64
     c.model.attention_impl = "xla"
-    plan_input = from_config.plan_input(parse(c))
+    plan_input = from_config.plan_input(parse(c), platform="gpu")
     shapes = plan_input.stored.shapes.params
     batch = from_config.abstract_row(plan_input.cfg)
     traced = work.of_traced(plan_input.model, shapes, batch, "float32")

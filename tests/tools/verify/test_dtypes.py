@@ -173,6 +173,23 @@ def test_a_loss_of_precision_in_the_model_is_found(bug, message, in_evaluation):
     assert dtypes.fault_of(program, X, is_transformer=False) is None
 
 
+def test_a_sum_with_a_value_of_an_earlier_iteration_is_none_over_iterations():
+    """As where a stage of a pipeline computes x + branch again, of which both were kept earlier."""
+
+    def loss(w, x):
+        with jax.named_scope(dtypes.MODEL):
+            w = half(w)
+
+            def tick(carry):
+                kept_x, kept_branch, _ = carry
+                return jnp.tanh(kept_x), kept_x @ w, kept_x + kept_branch
+
+            *_, out = loop(tick, (x, x, x))
+            return jax.nn.logsumexp(wide(out @ w), axis=-1).sum()
+
+    assert dtypes.fault_of(program_of(loss, loss), X, is_transformer=True) is None
+
+
 def test_what_the_model_may_compute_in_16_bits_is_no_fault():
     def layer(w, x):
         normed = half(wide(x) * lax.rsqrt((wide(x) ** 2).mean(-1, keepdims=True)))

@@ -76,8 +76,9 @@ COMPUTED = "arithmetic"  # the same of any arithmetic, or rounded to 16 bits
 EXPONENTIAL = "exponential"
 STATISTIC = "statistic"
 # Marks (IS, loop, number) and (OF, loop, number): a value that a loop carries, and what is computed
-# from it.
-IS, OF = "is", "of"
+# from it. (SUM, loop, number, fault): its sum, in 16 bits, with a term that does not depend on it,
+# which is a fault if the loop carries that on in the same place.
+IS, OF, SUM = "is", "of", "sum"
 
 Marks = frozenset[Any]
 NO_MARKS: Marks = frozenset()
@@ -181,7 +182,10 @@ class _Walk:
 
         if self.fault is None:
             self.fault = self.check(equation, entering, scope)
-        return [_marks_after(equation, entering) for _ in equation.outvars]
+        leaving = _marks_after(equation, entering)
+        if self.is_transformer and MODEL in scope:
+            leaving |= _sums_with_carried(equation, entering, scope)
+        return [leaving for _ in equation.outvars]
 
     def run_scan(self, equation: Any, entering: list[Marks], scope: str) -> list[Marks]:
         body = equation.params["jaxpr"]
@@ -225,7 +229,11 @@ class _Walk:
             entering = []
             for number, marks in enumerate(carry):
                 entering.append(marks | {(IS, loop, number), (OF, loop, number)})
-            results = [without_loop(marks) for marks in iterate(entering)]
+            leaving = iterate(entering)
+            for number, marks in enumerate(leaving[: len(carry)]):
+                faults = [mark[3] for mark in marks if mark[:3] == (SUM, loop, number)]
+                self.fault = self.fault or next(iter(faults), None)
+            results = [without_loop(marks) for marks in leaving]
             before = carry
             carry = [old | new for old, new in zip(before, results, strict=False)]
             if carry == before:
@@ -315,27 +323,34 @@ def _fault_of_model(equation: Any, entering: list[Marks], scope: str) -> str | N
     if name == "convert_element_type" and STATISTIC in first:
         if _dtype_of(equation.outvars[0]) in HALF:
             return f"a statistic is rounded to {dtype} before it is used"
-    is_of_a_token = EXPERTS in scope and name.startswith("scatter")
-    if _dtype_of(equation.outvars[0]) not in HALF or is_of_a_token:
+    if _dtype_of(equation.outvars[0]) not in HALF or _is_of_a_token(name, scope):
         return None
     if name in SUMS and _num_terms(equation) > MAX_TERMS:
         return f"{name} of many terms in {dtype}"
-    if name in ADDITIONS and _adds_over_iterations(name, entering):
-        return f"a loop adds up its iterations in {dtype}"
     return None
 
 
-def _adds_over_iterations(name: str, entering: list[Marks]) -> bool:
-    """Returns whether what a loop carries gets terms that do not depend on it.
+def _is_of_a_token(name: str, scope: str) -> bool:
+    return EXPERTS in scope and name.startswith("scatter")
 
-    The residual stream x + f(x) is no such sum.
+
+def _sums_with_carried(equation: Any, entering: list[Marks], scope: str) -> Marks:
+    """Returns a mark of each value that a loop carries and that gets, in 16 bits, another term.
+
+    The term does not depend on the value: the residual stream x + f(x) is no such sum.
     """
+    name = equation.primitive.name
+    dtype = _dtype_of(equation.outvars[0])
+    if name not in ADDITIONS or dtype not in HALF or _is_of_a_token(name, scope):
+        return NO_MARKS
+    fault = f"a loop adds up its iterations in {dtype}{_place_of(equation)}"
     a, b = entering[0], entering[-1 if name.startswith("scatter") else 1]
+    sums = set()
     for carried, term in ((a, b), (b, a)):
         for mark in carried:
             if mark[0] == IS and (OF, *mark[1:]) not in term:
-                return True
-    return False
+                sums.add((SUM, *mark[1:], fault))
+    return frozenset(sums)
 
 
 def _num_terms(equation: Any) -> float:
