@@ -50,7 +50,7 @@ make_venv() {
     echo "setup: creating $venv with Python $(version "$base"); without uv on PATH this takes a minute or two" >&2
     rm -rf -- "$venv"
     if command -v uv >/dev/null; then
-        uv venv --quiet --python "$base" "$venv" >&2
+        uv venv --quiet --seed --python "$base" "$venv" >&2 # with pip, which launch/smollm2.py runs
     else
         "$base" -m venv "$venv" >/dev/null ||
             fail "$base cannot create a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"
