@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -216,21 +217,24 @@ def test_workers_that_ray_restarts_resume(expected, tmp_path):
     kill = """
 def kill_once(row):
     import os, pathlib, signal
-    if row.get("step") == 3 and not pathlib.Path(FLAG).exists():
+    is_saved = pathlib.Path(SAVED).exists()  # a save goes on beside the steps that follow
+    if row.get("step", 0) >= 3 and is_saved and not pathlib.Path(FLAG).exists():
         pathlib.Path(FLAG).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main():"""
-    text = text.replace("\ndef main():", f"\nFLAG = {str(tmp_path / 'flag')!r}\n{kill}")
+    workdir = tmp_path / "run"
+    saved = workdir / "checkpoints" / "2" / "MANIFEST.json"
+    paths = f"\nFLAG, SAVED = {str(tmp_path / 'flag')!r}, {str(saved)!r}\n"
+    text = text.replace("\ndef main():", f"{paths}{kill}")
     text = text.replace(
         'workdir=settings["workdir"])', 'workdir=settings["workdir"], on_metrics=kill_once)'
     )
     script = tmp_path / "script.py"
     script.write_text(text)
-    workdir = tmp_path / "run"
     code, output = run(script, f"--workdir={workdir}", "--max_failures=1", *SETTINGS)
     assert code == 0, output
-    assert "restored step 2" in output and len(events(workdir, "end")) == 1
+    assert re.search(r"restored step [24]\b", output) and len(events(workdir, "end")) == 1
     found = losses(workdir)
     np.testing.assert_allclose([*found.values()], [*expected.values()], rtol=1e-5)
