@@ -11,7 +11,8 @@
 # the environment of launch/setup.sh dev.
 set -euo pipefail
 
-folder=${1:?usage: launch/gpu_wheels.sh FOLDER}
+(($# == 1)) || { echo "usage: bash launch/gpu_wheels.sh FOLDER" >&2 && exit 2; }
+folder=$1
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
 PATH=$PATH:$root/.venv/bin
 mkdir -p -- "$folder"

@@ -554,6 +554,9 @@ def test_a_failed_entry_is_a_row_and_an_entry_has_a_time_limit(tmp_path):
     saved = run_queue.run_entry(entry(rows, **fields), tmp_path / "f", minutes=1)
     assert [row["result"] for row in saved["rows"]] == ["passed", "FAILED"]
     assert saved["record"] == {} and saved["rows"][1]["note"] == "exit code 1: one differs"
+    empty = "import sys; open(sys.argv[1].partition('=')[2], 'w').write('{}')"
+    _, note, _ = row("g", empty, output="a.json", read=lambda text: iter([]))
+    assert note == "its record has no rows"
     tests = "import sys; open(sys.argv[1].partition('=')[2], 'w').write({!r})"
     counts = '<s><testsuite tests="{}" failures="0" errors="0" skipped="2"/></s>'
     for number, expected in (

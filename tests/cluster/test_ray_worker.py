@@ -217,7 +217,7 @@ def test_workers_that_ray_restarts_resume(expected, tmp_path):
     kill = """
 def kill_once(row):
     import os, pathlib, signal
-    is_saved = pathlib.Path(SAVED).exists()  # a save goes on beside the steps that follow
+    is_saved = pathlib.Path(SAVED).exists()  # a save ends only some steps later
     if row.get("step", 0) >= 3 and is_saved and not pathlib.Path(FLAG).exists():
         pathlib.Path(FLAG).touch()
         os.kill(os.getpid(), signal.SIGKILL)

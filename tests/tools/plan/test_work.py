@@ -45,3 +45,20 @@ def test_traced_products_are_those_of_the_config(name):
         assert found == pytest.approx(read + attention, rel=0.01)
     assert traced.num_layers == plan_input.work.num_layers == 2
     assert (traced.layer, traced.others) == (plan_input.work.layer, plan_input.work.others)
+
+
+@pytest.mark.parametrize(("platform", "extra"), [("gpu", 2 * 4 * 64 + 16), ("cpu", 0), ("tpu", 0)])
+def test_what_a_layer_keeps_is_that_of_the_formulas_on_the_devices(platform, extra):
+    """On GPUs the fused ones of GPT-2 keep GELU (d_ff in 16 bits), and two numbers of each norm."""
+    c = CONFIGS["gpt2"].get_config()
+    c.model.update(num_layers=2, d_model=64, num_heads=8, num_kv_heads=8, d_ff=4 * 64)
+    c.model.vocab_size = 256
+    c.data.seq_len = c.model.max_seq_len = 64
+
+    def kept(kernels, platform):
+        c.train.kernels = kernels
+        found = from_config.plan_input(parse(c), platform=platform).work
+        return sum(found.kept_bytes("none"))
+
+    assert kept("auto", platform) == kept("plain", platform) + extra
+    assert kept("fused", platform) == kept("plain", platform) + 2 * 4 * 64 + 16
