@@ -24,6 +24,10 @@ from tests.lib.configs import tiny_config
 from tests.lib.paths import ROOT
 
 LAYOUT = {"pipeline": 4, "data": 2, "fsdp": 2, "tensor": 2}
+NUM_MICROBATCHES = 8
+GLOBAL_BATCH = 64
+NUM_TOKENS = 16 * GLOBAL_BATCH // NUM_MICROBATCHES // 4  # of a micro-batch on one device
+NUM_SHARDS = 8  # of the vocabulary
 TARGETS = {"cpu": "", "tpu": "v5e:4x8", "cuda": "h200:4x8"}
 
 
@@ -58,16 +62,20 @@ def run(platform, *arguments):
 @pytest.mark.parametrize("schedule, keep", [("1f1b", "inputs"), ("interleaved", "residuals")])
 @pytest.mark.parametrize("platform", TARGETS)
 def test_stages_only_permute_along_the_pipeline_axis(platform, schedule, keep):
-    axes_of = collections.defaultdict(list)
-    for kind, axes in run(platform, schedule, keep):
+    axes_of, gathered = collections.defaultdict(list), []
+    for kind, axes, size in run(platform, schedule, keep):
         axes_of[kind].append(axes)
+        if kind == "all-gather":
+            gathered.append((axes, size))
     # On TPU XLA also permutes along other axes: the shards of a parameter during its matrix
     # product.
     permuted = {tuple(axes) for axes in axes_of["collective-permute"]}
     assert {axes for axes in permuted if "pipeline" in axes} == {("pipeline",)}
     assert ["fsdp"] in axes_of["all-gather"]
-    gathered = axes_of["all-gather"] + axes_of["all-to-all"]
-    assert [axes for axes in gathered if axes is None or "pipeline" in axes] == []
+    # The shards of the vocabulary give each other no more than their statistics of each token.
+    statistics = ["pipeline", "tensor"], NUM_TOKENS * NUM_SHARDS
+    axes = [axes for axes, size in gathered if (axes, size) != statistics]
+    assert [one for one in axes + axes_of["all-to-all"] if one is None or "pipeline" in one] == []
 
 
 def devices_of(platform):
@@ -78,13 +86,13 @@ def devices_of(platform):
 
 
 def main(platform, schedule, keep):
-    """Compiles the step and prints its collectives, each as [kind, mesh axes]."""
+    """Compiles the step and prints its collectives: [kind, mesh axes, size] of each."""
     target.prepare()  # jax is imported, but no backend has started
     devices = devices_of(platform)
     c = tiny_config()
     c.mesh.update(LAYOUT)
     c.model.num_layers = 8
-    c.train.update(dtype="bfloat16", num_microbatches=8, global_batch=64)
+    c.train.update(dtype="bfloat16", num_microbatches=NUM_MICROBATCHES, global_batch=GLOBAL_BATCH)
     chunks = 2 if schedule == "interleaved" else 1
     c.pipeline.update(schedule=schedule, keep=keep, num_chunks=chunks)
     cfg = parse(c, num_devices=len(devices))
@@ -94,7 +102,7 @@ def main(platform, schedule, keep):
     with program.active():
         text = program.compile(batch).as_text()
     found = collective_ops.find_collectives(hlo.parse(text), program.mesh.shape, platform)
-    print(json.dumps([(one.kind, one.axes) for one in found]))
+    print(json.dumps([(one.kind, one.axes, one.array.size) for one in found]))
 
 
 if __name__ == "__main__":
