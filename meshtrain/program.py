@@ -177,6 +177,7 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         sync = _sync(cfg, mesh, unreduced_axes)
         abstract = optimizer_and_state(cfg, parts, mesh, sync)
     check_saved_names(train.remat, model.saved_names)
+    kernels.check(train.kernels, mesh.devices.flat[0])
     _check_context(cfg.mesh.context, model)
 
     # Every kind of gradient function has the type GradFn, so the step knows none of them.

@@ -78,6 +78,21 @@ def test_with_fused_kernels_gradients_and_updates_equal_the_plain_ones(layout, n
     assert_same(found, one_device(**FUSED[name]), rtol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        pytest.param(*step, marks=[] if step == (FUSED_MESHES[2], "gpt2") else pytest.mark.slow)
+        for step in itertools.product([{}, *FUSED_MESHES], FUSED)
+    ],
+    ids=str,
+)
+def test_with_pallas_kernels_gradients_and_updates_equal_the_plain_ones(layout, name, x64):
+    c = packed(**FUSED[name])
+    c.train.kernels = "pallas"
+    found = Run(c, dtype="float64", **layout).one_step()
+    assert_same(found, one_device(**FUSED[name]), rtol=1e-10)
+
+
 def test_on_cpu_the_kernels_are_the_plain_ones():
     def step(name):
         c = tiny_config()

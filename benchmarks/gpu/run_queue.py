@@ -161,7 +161,7 @@ class Entry(NamedTuple):
     why_not: str = ""  # why this host cannot run it
 
 
-PLAIN, FUSED = "train.kernels=plain", "train.kernels=fused"
+PLAIN, FUSED, PALLAS = "train.kernels=plain", "train.kernels=fused", "train.kernels=pallas"
 
 
 def formulations() -> list[str]:
@@ -172,6 +172,8 @@ def formulations() -> list[str]:
         f"{FUSED} train.xla_preset=none",
         f"{FUSED} train.xla_preset=cublas",
         f"{FUSED} train.xla_preset=cublas model.loss_chunk_mib=8192",
+        f"{PALLAS} train.xla_preset=cublas",
+        f"{PALLAS} train.xla_preset=cublas model.loss_chunk_mib=8192",
     ]
 
 

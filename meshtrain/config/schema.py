@@ -50,7 +50,7 @@ XLA_PRESETS: dict[str, dict[str, bool | int | str]] = {
     },
 }
 
-KERNELS = ("auto", "plain", "fused")
+KERNELS = ("auto", "plain", "fused", "pallas")
 
 XLA_PRESET_NAMES = ("auto", *XLA_PRESETS)
 

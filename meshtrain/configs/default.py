@@ -86,8 +86,10 @@ def get_config() -> ConfigDict:
     # bias and activation, and Triton none; "cuda_graphs"; "auto": on GPUs "cublas", on several
     # "overlap" too, otherwise "none"
     train.xla_preset = "auto"
-    # formulas of norms, feed-forward and loss: "plain", or "fused", which have derivatives of their
-    # own, read less memory and keep more; "auto": "fused" on GPUs, otherwise "plain"
+    # formulas of norms, feed-forward and loss: "plain"; "fused", which have derivatives of their
+    # own, read less memory and keep more; "pallas", the fused ones, with kernels written by hand
+    # for the loss and the backward pass of norms (NVIDIA GPUs; CPUs interpret them, slowly);
+    # "auto": "fused" on GPUs, otherwise "plain"
     train.kernels = "auto"
     # compute dtype: "float32", "bfloat16", "float64", or "float16", which scales the loss
     # dynamically and skips steps whose gradients overflow

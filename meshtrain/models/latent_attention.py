@@ -11,7 +11,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.models.layers import (
     Attend,
@@ -130,7 +129,6 @@ class LatentAttention(nnx.Module):
         return jnp.einsum("bshc,chv->bshv", out_BSHC, kernel_CHM[..., N:])
 
     def _combine(self, out_BSHV):
-        out_BSHV = checkpoint_name(out_BSHV, "attention")
         return self.out(constrain(out_BSHV, "batch", "seq", "heads", "head_dim"))
 
 

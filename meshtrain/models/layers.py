@@ -18,9 +18,9 @@ from meshtrain.data.source import Batch
 from meshtrain.models.base import CacheState
 from meshtrain.models.rope import rope
 from meshtrain.models.transformer_config import TransformerConfig
-from meshtrain.ops import kernels
+from meshtrain.ops import kernels, norm_kernel
 from meshtrain.ops.feed_forward import add_bias, gated_product, gelu
-from meshtrain.ops.norms import normalise
+from meshtrain.ops.norms import normalise, normalise_and_pass
 from meshtrain.parallel.remat import MLP_GATE, MLP_UP, recomputed
 from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
@@ -77,17 +77,31 @@ class Block(nnx.Module):
 
         `drop` is (x_BSD, site=) -> x_BSD: dropout with the keys of this layer.
         """
-        branch_BSD = self.attention(self.attention_norm, x_BSD, metadata, attend)
+        norm, input_BSD, x_BSD = _forked(self.attention_norm, x_BSD)
+        branch_BSD = self.attention(norm, input_BSD, metadata, attend)
         add = partial(_add, self.attention_post_norm, partial(drop, site=AFTER_ATTENTION))
         x_BSD = recomputed(add, x_BSD, branch_BSD)
 
         loss_BS = None
+        norm, input_BSD, x_BSD = _forked(self.mlp_norm, x_BSD)
         if isinstance(self.mlp, MLP):
-            branch_BSD = self.mlp(self.mlp_norm, x_BSD)
+            branch_BSD = self.mlp(norm, input_BSD)
         else:
-            branch_BSD, loss_BS = self.mlp(self.mlp_norm, x_BSD, batch)
+            branch_BSD, loss_BS = self.mlp(norm, input_BSD, batch)
         add = partial(_add, self.mlp_post_norm, partial(drop, site=AFTER_MLP))
         return recomputed(add, x_BSD, branch_BSD), loss_BS
+
+
+def _forked(norm: nnx.Module, x_BSD: jax.Array) -> tuple[Callable, jax.Array, jax.Array]:
+    """Returns the norm and the input of a branch, and the residual x that passes it by.
+
+    With the kernel of the backward pass the norm is already applied, as that kernel adds the
+    gradients of branch and residual. Then the branch keeps its normalised input.
+    """
+    if kernels.are_pallas() and not norm_kernel.why_not(x_BSD):
+        y_BSD, x_BSD = norm.by(normalise_and_pass, x_BSD)
+        return lambda y_BSD: y_BSD, y_BSD, x_BSD
+    return norm, x_BSD, x_BSD
 
 
 def _add(post_norm: nnx.Module | None, drop: Callable, x_BSD, branch_BSD) -> jax.Array:
@@ -143,7 +157,6 @@ class Attention(nnx.Module):
         return q_BSHK, k_BSGK
 
     def _combine(self, out_BSHK):
-        out_BSHK = checkpoint_name(out_BSHK, "attention")
         return self.out(constrain(out_BSHK, "batch", "seq", "heads", "head_dim"))
 
 
@@ -290,9 +303,13 @@ class LayerNorm(nnx.LayerNorm):
     def __call__(self, x: jax.Array) -> jax.Array:
         if not kernels.are_fused():
             return super().__call__(x)
+        return self.by(normalise, x)
+
+    def by(self, function: Callable, x: jax.Array) -> Any:
+        """Returns the result of a function of ops/norms.py."""
         vectors = (self.scale[...], None if self.bias is None else self.bias[...])
         x, scale, bias = self.promote_dtype((x, *vectors))
-        return normalise(x, scale, bias, True, self.epsilon)
+        return function(x, scale, bias, True, self.epsilon)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -301,8 +318,12 @@ class RMSNorm(nnx.RMSNorm):
     def __call__(self, x: jax.Array) -> jax.Array:
         if not kernels.are_fused():
             return super().__call__(x)
+        return self.by(normalise, x)
+
+    def by(self, function: Callable, x: jax.Array) -> Any:
+        """Returns the result of a function of ops/norms.py."""
         x, scale = self.promote_dtype((x, self.scale[...]))
-        return normalise(x, scale, None, False, self.epsilon)
+        return function(x, scale, None, False, self.epsilon)
 
 
 class RMSNorm1p(nnx.Module):
@@ -314,12 +335,16 @@ class RMSNorm1p(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if kernels.are_fused():
-            wide = self.scale[...].astype(jnp.promote_types(x.dtype, jnp.float32))
-            return normalise(x, 1 + wide, None, False, self.epsilon)
+            return self.by(normalise, x)
         dtype, x = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normalized = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + self.epsilon)
         scale = 1 + self.scale[...].astype(x.dtype)
         return (normalized * scale[(None,) * (x.ndim - 1)]).astype(dtype)
+
+    def by(self, function: Callable, x: jax.Array) -> Any:
+        """Returns the result of a function of ops/norms.py."""
+        wide = self.scale[...].astype(jnp.promote_types(x.dtype, jnp.float32))
+        return function(x, 1 + wide, None, False, self.epsilon)
 
 
 class NormOfAllHeads(nnx.Module):

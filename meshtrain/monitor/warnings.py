@@ -22,6 +22,7 @@ from meshtrain.models.base import Model, Params, trained_part
 from meshtrain.models.transformer_config import VOCAB_MULTIPLE
 from meshtrain.parallel import sharding
 from meshtrain.parallel.mesh import network_of
+from meshtrain.parallel.remat import name_of
 
 
 class RunWarning(NamedTuple):
@@ -181,8 +182,7 @@ def marked_names(model: Model, params: Params, batch: Any, dtype: str) -> set[st
 
     # The policy sees what `train.remat` may save, the forward passes of custom gradients too.
     def policy(primitive, *_, **parameters):
-        if primitive.name == "name":
-            names.add(parameters["name"])
+        names.add(name_of(primitive, parameters))
         return False
 
     def trace(params, batch):
@@ -202,7 +202,7 @@ def marked_names(model: Model, params: Params, batch: Any, dtype: str) -> set[st
         return jax.vjp(jax.checkpoint(block, policy=policy), layer, hidden)[0]
 
     jax.eval_shape(trace, params, batch)
-    return names
+    return names - {""}
 
 
 # ---- settings ----

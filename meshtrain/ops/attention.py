@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.errors import ConfigError
 from meshtrain.ops import blockwise, context_attention, cudnn, implementations
 from meshtrain.ops.blockwise import Dropout
 from meshtrain.parallel import context, sharding
+from meshtrain.parallel.remat import ATTENTION
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head
 # dim, V of values
@@ -48,20 +50,40 @@ def attention(
     parallel/context.py. The softmax is in float32 or wider. Raises ConfigError if `implementation`
     does not support the inputs.
     """
+    options = dict(
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        is_local=is_local,
+        implementation=implementation,
+        dropout=dropout,
+    )
+    if segments_BT is None and sharding.num_shards("seq", q_BSHK.shape[1]) > 1:
+        return _attend_sharded(q_BSHK, k_BTGK, v_BTGV, segments_BS, **options)
+    return _attend_whole(q_BSHK, k_BTGK, v_BTGV, segments_BS, segments_BT, start=start, **options)
+
+
+def _attend_whole(
+    q_BSHK,
+    k_BTGK,
+    v_BTGV,
+    segments_BS,
+    segments_BT=None,
+    *,
+    start: jax.Array | int = 0,
+    scale: float,
+    softcap: float,
+    window: jax.Array | int | None,
+    is_local: jax.Array | bool,
+    implementation: str,
+    dropout: Dropout | None,
+    is_named: bool = True,
+) -> jax.Array:
+    """Computes `attention` of sequences that are not sharded.
+
+    `is_named`: the result has the name ATTENTION, for `train.remat`; that of cuDNN has it already.
+    """
     S, K, V = q_BSHK.shape[1], q_BSHK.shape[-1], v_BTGV.shape[-1]
-    if segments_BT is None and sharding.num_shards("seq", S) > 1:
-        return _attend_sharded(
-            q_BSHK,
-            k_BTGK,
-            v_BTGV,
-            segments_BS,
-            scale=scale,
-            softcap=softcap,
-            window=window,
-            is_local=is_local,
-            implementation=implementation,
-            dropout=dropout,
-        )
     kind, block = implementations.split(implementation)
     name, _ = choose_implementation(
         kind,
@@ -75,15 +97,18 @@ def attention(
     segments_BT = segments_BS if segments_BT is None else segments_BT
     scale = scale or K**-0.5
 
-    def compute(window, q_BSHK, k_BTGK, v_BTGV):
-        inputs = q_BSHK, k_BTGK, v_BTGV, segments_BS, segments_BT
-        if name == "cudnn":
-            return cudnn.attention(
-                *inputs, start=start, scale=scale, softcap=softcap, window=window
-            )
+    inputs = q_BSHK, k_BTGK, v_BTGV
+    if isinstance(is_local, bool):
+        window = window if is_local else None
+    elif window is not None and name != "cudnn":
+        window = jnp.where(is_local, window, UNLIMITED_WINDOW)
+
+    if name != "cudnn":
         function = _xla if name == "xla" else blockwise.attention
-        return function(
+        out_BSHV = function(
             *inputs,
+            segments_BS,
+            segments_BT,
             start=start,
             scale=scale,
             softcap=softcap,
@@ -91,21 +116,30 @@ def attention(
             block=block,
             dropout=dropout,
         )
+        return checkpoint_name(out_BSHV, ATTENTION) if is_named else out_BSHV
+
+    def fused(window, *inputs):
+        return cudnn.attention(
+            *inputs,
+            segments_BS,
+            segments_BT,
+            start=start,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+        )
 
     if window is None or isinstance(is_local, bool):
-        return compute(window if is_local else None, q_BSHK, k_BTGK, v_BTGV)
-    if name == "cudnn":  # its windows are static
-        return cudnn.either(
-            is_local,
-            partial(compute, window),
-            partial(compute, None),
-            q_BSHK,
-            k_BTGK,
-            v_BTGV,
-            constrain=partial(cudnn.constrain, num_heads=q_BSHK.shape[2]),
-        )
-    window = jnp.where(is_local, window, UNLIMITED_WINDOW)
-    return compute(window, q_BSHK, k_BTGK, v_BTGV)
+        return fused(window, *inputs)
+    # Its windows are static.
+    out_BSHV = cudnn.either(
+        is_local,
+        partial(fused, window),
+        partial(fused, None),
+        *inputs,
+        constrain=partial(cudnn.constrain, num_heads=q_BSHK.shape[2]),
+    )
+    return checkpoint_name(out_BSHV, ATTENTION)
 
 
 def _attend_sharded(
@@ -123,10 +157,7 @@ def _attend_sharded(
 ) -> jax.Array:
     """Computes `attention` by the method of context parallelism that is active."""
     S, H, K = q_BSHK.shape[1:]
-    method, _ = choose_for_context(
-        implementation,
-        num_heads=H,
-        num_kv_heads=k_BSGK.shape[2],
+    shapes = dict(
         seq_len=S,
         head_dim=max(K, v_BSGV.shape[-1]),
         dtype=q_BSHK.dtype,
@@ -134,20 +165,27 @@ def _attend_sharded(
         packed=segments_BS is not None,
         dropout=dropout is not None,
     )
+    method, _ = choose_for_context(
+        implementation, num_heads=H, num_kv_heads=k_BSGK.shape[2], **shapes
+    )
     if method == "ulysses":
         compute = partial(
-            attention,
+            _attend_whole,
             scale=scale,
             softcap=softcap,
             window=window,
             is_local=is_local,
             implementation=implementation,
             dropout=dropout,
+            is_named=False,
         )
-        return context.ulysses(compute, q_BSHK, k_BSGK, v_BSGV, segments_BS)
+        out_BSHV = context.ulysses(compute, q_BSHK, k_BSGK, v_BSGV, segments_BS)
+        kind, _ = implementations.split(implementation)
+        is_fused = choose_implementation(kind, **shapes)[0] == "cudnn"
+        return out_BSHV if is_fused else checkpoint_name(out_BSHV, ATTENTION)
     if window is not None and is_local is not True:
         window = jnp.where(is_local, window, UNLIMITED_WINDOW)
-    return context_attention.attention(
+    out_BSHV = context_attention.attention(
         q_BSHK,
         k_BSGK,
         v_BSGV,
@@ -159,6 +197,7 @@ def _attend_sharded(
         implementation=implementation,
         dropout=dropout,
     )
+    return checkpoint_name(out_BSHV, ATTENTION)
 
 
 def choose_for_context(

@@ -2,7 +2,9 @@
 
 `jax.grad` of a plain formula reads some arrays more often than a GPU needs to: its backward pass
 computes statistics again, and writes products in float32. The fused formulas keep the statistics
-and read each array once. What they keep has names: KEPT in parallel/remat.py.
+and read each array once. What they keep has names: KEPT in parallel/remat.py. With "pallas" two
+kernels that are written by hand replace the fused formulas where they fit: norm_kernel.py and
+loss_kernel.py.
 """
 
 import contextlib
@@ -10,7 +12,10 @@ from collections.abc import Iterator
 
 import jax
 
+from meshtrain.errors import ConfigError
 from meshtrain.parallel import accelerator
+
+AMPERE = 8.0  # compute capability
 
 # Part of the key of jax's caches of traces, as the rules of `sharding` are.
 _chosen = jax.make_user_context(default_value="plain")
@@ -25,11 +30,31 @@ def use(kernels: str) -> Iterator[None]:
 
 def are_fused() -> bool:
     """Returns whether the layers use the fused formulas."""
-    return resolved(_chosen.value, accelerator.platform()) == "fused"
+    return resolved(_chosen.value, accelerator.platform()) != "plain"
+
+
+def are_pallas() -> bool:
+    """Returns whether kernels written by hand replace fused formulas, where they fit."""
+    return _chosen.value == "pallas"
 
 
 def resolved(kernels: str, platform: str) -> str:
-    """Returns "plain" or "fused" for a value of `train.kernels`: "auto" is "fused" on GPUs."""
+    """Returns a value of `train.kernels` without "auto", which is "fused" on GPUs."""
     if kernels == "auto":
         return "fused" if platform == "gpu" else "plain"
     return kernels
+
+
+def check(kernels: str, device: jax.Device) -> None:
+    """Raises ConfigError if a value of `train.kernels` needs another device."""
+    if kernels != "pallas":
+        return
+    # "gfx..." on AMD; a device that is compiled for and is not there has none.
+    capability = getattr(device, "compute_capability", None) or str(AMPERE)
+    is_old = capability.startswith("gfx") or float(capability) < AMPERE
+    if device.platform not in ("gpu", "cuda", "cpu") or is_old:
+        name = f"{device.platform} {device.device_kind}"
+        raise ConfigError(
+            f"train.kernels='pallas': its kernels run on NVIDIA GPUs from compute capability "
+            f"{AMPERE} on, and interpreted on CPUs; this is {name}; use 'auto'"
+        )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from meshtrain.config.schema import AXES
 from meshtrain.metrics import Metrics, weighted
+from meshtrain.ops import kernels, loss_kernel
 from meshtrain.parallel import sharding
 
 # B batch, S sequence, D model, V vocabulary, N batch slices, C chunks
@@ -45,8 +46,11 @@ def fused_cross_entropy(
     """Returns the `cross_entropy` of logits with a soft cap (0: none) and without the padding.
 
     The forward pass reads the logits once, and the backward pass once, where it writes their
-    gradients. `jax.grad` of the plain formula reads them twice, and selects what is padding.
+    gradients. `jax.grad` of the plain formula reads them twice, and selects what is padding. With
+    `train.kernels=pallas` one kernel does both, where `loss_kernel.why_not` has no objection.
     """
+    if kernels.are_pallas() and not loss_kernel.why_not(logits_BSV.shape, logits_BSV.dtype):
+        return _in_place(logits_BSV, targets_BS, weights_BS, z_loss, vocab_size, softcap)
     log_z_BS, target_BS = _log_z_and_target(logits_BSV, targets_BS, vocab_size, softcap)
     return _sums(log_z_BS, target_BS, weights_BS, z_loss)
 
@@ -125,6 +129,43 @@ def _is_target(scores_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
 
 
 _log_z_and_target.defvjp(_read_once, _gradient_of_logits)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _in_place(
+    logits_BSV: jax.Array,
+    targets_BS: jax.Array,
+    weights_BS: jax.Array,
+    z_loss: float,
+    vocab_size: int,
+    softcap: float,
+) -> Metrics:
+    """Returns what `fused_cross_entropy` does. The forward pass writes the gradient of the logits.
+
+    Only Metrics.loss has a gradient.
+    """
+    log_z_BS, target_BS = _log_z_and_target(logits_BSV, targets_BS, vocab_size, softcap)
+    return _sums(log_z_BS, target_BS, weights_BS, z_loss)
+
+
+def _in_place_forward(logits_BSV, targets_BS, weights_BS, z_loss, vocab_size, softcap):
+    log_z_BS, target_BS, grad_BSV = loss_kernel.statistics_and_gradient(
+        logits_BSV,
+        targets_BS,
+        weights_BS,
+        vocab_size=vocab_size,
+        softcap=softcap,
+        z_loss=z_loss,
+    )
+    return _sums(log_z_BS, target_BS, weights_BS, z_loss), grad_BSV
+
+
+def _in_place_backward(z_loss, vocab_size, softcap, grad_BSV, cotangents):
+    # The loss of a step is a sum, so this is a product with 1, which XLA leaves out.
+    return (grad_BSV * cotangents.loss).astype(grad_BSV.dtype), None, None
+
+
+_in_place.defvjp(_in_place_forward, _in_place_backward)
 
 
 def chunked_cross_entropy(

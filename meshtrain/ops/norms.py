@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.ops import norm_kernel
 from meshtrain.parallel.remat import STATISTICS
 
 
@@ -98,3 +99,34 @@ def _along(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 normalise.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def normalise_and_pass(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    is_centred: bool,
+    epsilon: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `normalise` of x (B, S, D), and x itself, for the residual that passes the norm by.
+
+    The backward pass is one kernel, which adds the gradients of both: `norm_kernel.why_not` says
+    for which inputs.
+    """
+    return normalise(x, scale, bias, is_centred, epsilon), x
+
+
+def _forward_and_pass(x, scale, bias, is_centred, epsilon):
+    y, residuals = _forward(x, scale, bias, is_centred, epsilon)
+    return (y, x), residuals
+
+
+def _backward_and_pass(is_centred, epsilon, residuals, grads):
+    x, scale, bias, mean, reciprocal = residuals
+    grad_x, grad_scale, grad_bias = norm_kernel.gradients(x, mean, reciprocal, scale, *grads)
+    grad_bias = None if bias is None else grad_bias.astype(bias.dtype)
+    return grad_x, grad_scale.astype(scale.dtype), grad_bias
+
+
+normalise_and_pass.defvjp(_forward_and_pass, _backward_and_pass)

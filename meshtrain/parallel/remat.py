@@ -12,6 +12,11 @@ from meshtrain.parallel import accelerator
 STATISTICS, MLP_UP, MLP_GATE, MLP_GELU = "norm_statistics", "mlp_up", "mlp_gate", "mlp_gelu"
 KEPT = (STATISTICS, MLP_UP, MLP_GATE, MLP_GELU)
 
+ATTENTION = "attention"  # the name of attention's output
+# jax's primitive of cuDNN's attention. Its backward pass needs its output and the log-sum-exp of
+# each row of scores; without both, the kernel would run again.
+CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
+
 # Part of the key of jax's caches of traces, as the rules of `sharding` are.
 _in_rematerialised = jax.make_user_context(default_value=False)
 
@@ -31,7 +36,9 @@ def rematerialised(function: Callable, remat: str, *, in_loop: bool = False) -> 
         policy = policies.dots_with_no_batch_dims_saveable
     else:
         names = remat.removeprefix("names:").split(",")
-        policy = policies.save_only_these_names(*names)
+
+        def policy(primitive, *_, **parameters):
+            return name_of(primitive, parameters) in names
 
     def inside(*args):
         with _in_rematerialised(True):
@@ -45,6 +52,13 @@ def rematerialised(function: Callable, remat: str, *, in_loop: bool = False) -> 
         return jax.checkpoint(inside, policy=policy, prevent_cse=barrier)(*args)
 
     return run
+
+
+def name_of(primitive: Any, parameters: dict[str, Any]) -> str:
+    """Returns the name that a primitive gives its results, as `checkpoint_name` does, or ""."""
+    if primitive.name == CUDNN_ATTENTION:
+        return ATTENTION
+    return parameters["name"] if primitive.name == "name" else ""
 
 
 def recomputed(function: Callable, *args: jax.Array) -> Any:

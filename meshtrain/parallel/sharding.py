@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -219,6 +219,28 @@ def gathered(x: jax.Array, stored: Names, used: Names) -> jax.Array:
 
     gather.defvjp(forward, backward)
     return gather(x)
+
+
+def active_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec:
+    """Returns the PartitionSpec of an array by the active rules for these names."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value
+    if mesh.empty or rules is None:
+        return PartitionSpec(*(None for _ in names))
+    return spec_for(names, shape, rules, mesh.shape)
+
+
+def per_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """Returns `function`, which each device runs on its parts of the arguments.
+
+    XLA does not partition kernels that are written by hand. The specs are those of `jax.shard_map`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return function
+    free = {name for name in mesh.axis_names if name not in mesh.manual_axes}
+    return jax.shard_map(
+        function, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
+    )
 
 
 # ---- numbers of shards, by the active mesh and rules; without them everything is one shard ----

@@ -1,10 +1,16 @@
 """The layers compute the same, and have the same gradients, with plain and with fused formulas."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from meshtrain.config.build import build_model
+from meshtrain.config.parse import parse
+from meshtrain.data.source import Batch
 from meshtrain.models import layers
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import kernels
@@ -75,3 +81,28 @@ def test_a_layer_has_the_same_output_and_gradients(name, x64):
     )
     with kernels.use("fused"):
         assert "custom_vjp" in str(jax.make_jaxpr(output)(state, x))
+
+
+@pytest.mark.parametrize("norm_kind", ["rms", "rms_1p", "layer"])
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_with_the_kernel_a_block_has_the_same_output_and_gradients(norm_kind, post_norm, x64):
+    c = tiny_config()
+    c.model.update(norm=norm_kind, post_norm=post_norm, bias=norm_kind == "layer")
+    model = build_model(parse(c, num_devices=1))
+    layer = jax.tree.map(lambda leaf: leaf[0], model.init(jax.random.key(0))["layers"])
+    layer = jax.tree.map(lambda leaf: leaf + 0.1 * RNG.normal(size=leaf.shape), layer)
+    x = RNG.normal(size=(B, S, c.model.d_model))
+    batch = Batch(np.zeros((B, S), np.int32), None, None)
+
+    def output_and_gradients(formulas):
+        with kernels.use(formulas):
+            block = partial(model.block, batch=batch)
+            y, vjp = jax.vjp(lambda layer, x: block(layer, x), layer, x)
+            text = str(jax.make_jaxpr(lambda layer, x: jax.vjp(block, layer, x)[1](x))(layer, x))
+            return (y, vjp(jnp.cos(y))), text.count("pallas_call[")
+
+    (plain, _), (by_kernel, num_kernels) = map(output_and_gradients, ("plain", "pallas"))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), by_kernel, plain
+    )
+    assert num_kernels == 2

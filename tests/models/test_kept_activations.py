@@ -12,7 +12,9 @@ from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
 from meshtrain.grads import make_loss
+from meshtrain.monitor.warnings import marked_names
 from meshtrain.ops import kernels
+from meshtrain.parallel.remat import CUDNN_ATTENTION
 
 ROWS, LENGTH = 2, 128
 
@@ -95,3 +97,34 @@ def test_no_recomputation_is_inside_another(remat):
     loss = make_loss(model, remat=remat)
     jaxpr = jax.make_jaxpr(loss)(params, Batch(tokens, tokens, None), None).jaxpr
     assert num_checkpoints(jaxpr) == 1
+
+
+def count(jaxpr, name):
+    """Returns how many equations of a primitive there are."""
+    inside = [
+        count(one, name) for equation in jaxpr.eqns for one in jaxprs_in_params(equation.params)
+    ]
+    return sum(inside) + sum(equation.primitive.name == name for equation in jaxpr.eqns)
+
+
+@pytest.mark.parametrize(("remat", "num_kernels"), [("full", 2), ("names:attention", 1)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_named_attention_has_the_statistics_of_cudnn(
+    remat, num_kernels, packed, simulated_gpu
+):
+    """Without the log-sum-exp the backward pass would call the kernel again."""
+    c = load_config("llama3", ["--config.train.dtype=bfloat16", f"--config.data.seq_len={LENGTH}"])
+    model = build_model(parse(c, num_devices=1))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
+    tokens = jnp.zeros((ROWS, LENGTH), jnp.int32)
+    positions = jnp.zeros_like(tokens) if packed else None
+    batch = Batch(tokens, tokens, jnp.ones(tokens.shape), positions, positions)
+    loss = make_loss(model, remat=remat)
+
+    def grad(params):
+        return jax.grad(lambda params: loss(params, batch, None).loss)(params)
+
+    jaxpr = jax.make_jaxpr(grad)(params).jaxpr
+    assert count(jaxpr, CUDNN_ATTENTION) == num_kernels
+    assert marked_names(model, params, batch, "bfloat16") == {"attention", "mlp"}

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
-from meshtrain.ops import losses
+from meshtrain.ops import kernels, loss_kernel, losses
 from meshtrain.ops.losses import chunked_cross_entropy, cross_entropy, fused_cross_entropy
+from meshtrain.parallel import sharding
 
 B, S, V = 2, 3, 5
 RNG = np.random.default_rng(0)
@@ -17,9 +19,15 @@ TARGETS = jnp.array(RNG.integers(0, V, (B, S)), jnp.int32)
 WEIGHTS = jnp.array([[1, 0, 0.5], [1, 1, 2]], jnp.float32)
 
 
+def pallas_cross_entropy(*args, **options):
+    with kernels.use("pallas"):
+        return fused_cross_entropy(*args, **options)
+
+
 KINDS = {
     "plain": cross_entropy,
     "fused": partial(fused_cross_entropy, vocab_size=V, softcap=0.0),
+    "pallas": partial(pallas_cross_entropy, vocab_size=V, softcap=0.0),
 }
 
 
@@ -124,6 +132,65 @@ def test_the_fused_loss_keeps_nothing_as_large_as_the_logits_in_float32():
     kept = jax.tree.leaves(jax.vjp(loss, logits)[1])
     large = [leaf.dtype for leaf in kept if leaf.size >= logits.size]
     assert large == [jnp.bfloat16]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("num_tokens", [3, 8, 11])
+def test_the_kernel_reads_blocks_that_the_vocabulary_does_not_fill(
+    softcap, num_tokens, monkeypatch
+):
+    """Blocks of 4: the padding begins in one, fills the last one, or there is none."""
+    monkeypatch.setattr(loss_kernel, "BLOCK", 4)
+    logits = 3 * RNG.normal(size=(2, 3, 11))
+    targets = jnp.int32(RNG.integers(0, num_tokens, (2, 3)))
+    options = dict(z_loss=0.1, vocab_size=num_tokens, softcap=softcap)
+
+    def value_and_grad(function, logits):
+        def scaled(logits):  # the loss may have any cotangent
+            return 3 * function(logits, targets, WEIGHTS, **options).loss
+
+        return jax.value_and_grad(scaled)(logits)
+
+    with jax.enable_x64(True):
+        found = value_and_grad(pallas_cross_entropy, jnp.array(logits))
+        expected = value_and_grad(fused_cross_entropy, jnp.array(logits))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected
+        )
+        text = str(jax.make_jaxpr(lambda x: value_and_grad(pallas_cross_entropy, x))(logits))
+        assert "pallas_call" in text
+
+
+def test_the_kernel_writes_the_gradient_over_the_logits_in_their_dtype():
+    def loss(logits):
+        return pallas_cross_entropy(
+            logits, TARGETS, WEIGHTS, z_loss=0.0, vocab_size=V, softcap=0.0
+        ).loss
+
+    logits = LOGITS.astype("bfloat16")
+    (kept,) = [leaf for leaf in jax.tree.leaves(jax.vjp(loss, logits)[1]) if leaf.size > 1]
+    assert (kept.shape, kept.dtype) == (logits.shape, jnp.bfloat16)
+    (call,) = pallas_calls(jax.make_jaxpr(jax.grad(loss))(logits).jaxpr)
+    assert call.params["input_output_aliases"] == ((0, 2),)
+
+
+def pallas_calls(jaxpr):
+    """Returns all equations of hand-written kernels."""
+    found = [one for one in jaxpr.eqns if one.primitive.name == "pallas_call"]
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "pallas_call":
+            for inside in jaxprs_in_params(equation.params):
+                found += pallas_calls(inside)
+    return found
+
+
+def test_in_float16_and_with_a_sharded_vocabulary_there_is_no_kernel():
+    assert not loss_kernel.why_not((1, 8, 64), "bfloat16")
+    assert "float16" in loss_kernel.why_not((1, 8, 64), "float16")
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), sharding.use_rules([("vocab", "tensor")]):
+        assert "sharded" in loss_kernel.why_not((1, 8, 64), "bfloat16")
+        assert not loss_kernel.why_not((1, 8, 63), "bfloat16")
 
 
 # ---- in chunks ----

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.ops.norms import normalise
+from meshtrain.ops import norm_kernel
+from meshtrain.ops.norms import normalise, normalise_and_pass
+from meshtrain.parallel import sharding
 
 B, S, D = 2, 6, 12
 EPSILON = 1e-3
@@ -92,3 +94,89 @@ def test_a_row_of_equal_numbers_has_finite_gradients():
     x = jnp.full((1, 1, D), 3.0)
     grads = jax.grad(lambda x: normalise(x, jnp.ones(D), None, True, 1e-6).sum())(x)
     assert jnp.isfinite(grads).all()
+
+
+# ---- the kernel of the backward pass ----
+
+KINDS = pytest.mark.parametrize(
+    ("is_centred", "has_bias"),
+    [(True, True), (True, False), (False, False)],
+    ids=["LayerNorm", "LayerNorm without bias", "RMSNorm"],
+)
+
+
+def passing(norm):
+    """Returns a norm of which the input passes by."""
+    return lambda x, scale, bias: (norm(x, scale, bias), x)
+
+
+@KINDS
+@pytest.mark.parametrize("tile", [1, 32, 4096])
+def test_the_kernel_adds_the_gradients_of_norm_and_residual(
+    is_centred, has_bias, tile, monkeypatch
+):
+    """Rows of 12 numbers in a width of 16: one row at a time, two, or all rows of a program."""
+    monkeypatch.setattr(norm_kernel, "TILE", tile)
+    with jax.enable_x64(True):
+        *given, cotangent = arguments((D,), has_bias, offset=0.5)
+        cotangents = jnp.array(cotangent), RNG.normal(size=cotangent.shape)
+        found = value_and_gradients(
+            lambda *given: normalise_and_pass(*given, is_centred, EPSILON), *given, cotangents
+        )
+        expected = value_and_gradients(
+            passing(lambda *given: formula(*given, is_centred)), *given, cotangents
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), found, expected
+        )
+
+
+def test_each_device_runs_the_kernel_on_its_rows(x64):
+    """Batch and sequence are sharded, and so are, outside the layers, slices of the batch."""
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    rules = [("batch", "fsdp"), ("residual_seq", "context"), ("residual", None)]
+    x, scale, bias = RNG.normal(size=(2, 2, 6, D)), RNG.normal(size=D), RNG.normal(size=D)
+    cotangents = RNG.normal(size=x.shape), RNG.normal(size=x.shape)
+
+    def gradients(norm):
+        def of_slices(x, scale, bias):
+            return jax.vmap(norm, (0, None, None), spmd_axis_name="data")(x, scale, bias)
+
+        return jax.jit(lambda *given: jax.vjp(of_slices, *given)[1](cotangents))(x, scale, bias)
+
+    expected = gradients(passing(lambda *given: formula(*given, True)))
+    with jax.set_mesh(mesh), sharding.use_rules(rules):
+        x = jax.device_put(x, jax.P("data", "fsdp", "context"))
+        found = gradients(lambda *given: normalise_and_pass(*given, True, EPSILON))
+        assert found[0].sharding.spec == jax.P("data", "fsdp", "context")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), found, expected
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_the_kernel_rounds_only_its_results(dtype):
+    *given, cotangent = (jnp.asarray(one, dtype) for one in arguments((D,), True))
+    cotangents = cotangent, cotangent[::-1]
+    _, found = value_and_gradients(
+        lambda *given: normalise_and_pass(*given, True, EPSILON), *given, cotangents
+    )
+    wide, wide_cotangents = jax.tree.map(lambda x: x.astype("float32"), (given, cotangents))
+    _, expected = value_and_gradients(
+        passing(lambda *given: formula(*given, True)), *wide, wide_cotangents
+    )
+    assert {leaf.dtype for leaf in found} == {jnp.dtype(dtype)}
+    half_a_step = float(jnp.finfo(dtype).eps) / 2
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.float32(a), b, rtol=1.01 * half_a_step, atol=1e-5)
+
+
+def test_the_kernel_takes_three_dims_that_are_no_wider_than_the_registers_and_not_sharded():
+    assert not norm_kernel.why_not(jnp.zeros((1, 8, 64)))
+    assert "three dims" in norm_kernel.why_not(jnp.zeros((8, 64)))
+    assert "at most 16384" in norm_kernel.why_not(jnp.zeros((1, 1, 16385)))
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), sharding.use_rules([("residual", "tensor")]):
+        assert "sharded" in norm_kernel.why_not(jnp.zeros((1, 8, 64)))

@@ -1,0 +1,134 @@
+"""The backward pass of a norm and of the residual around it, in one kernel (Pallas, Triton).
+
+XLA reduces along rows in one kernel and along columns in another, each of which reads the input and
+its gradient. Here a program has some rows: it writes the gradient of each, and adds up the columns.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.sharding import PartitionSpec
+
+from meshtrain.parallel import accelerator, sharding
+
+# B batch, S sequence, D model, N rows, P programs, W the next power of two from D on
+
+# As arrays of TILE numbers fit the registers of 8 warps; wider rows take 16 warps. Few rows of a
+# program would write many sums of columns.
+TILE = 4096
+MAX_WIDTH = 4 * TILE
+MAX_ROWS = 64
+
+
+def why_not(x: jax.Array) -> str:
+    """Returns why the kernel does not take this input (B, S, D); "" if it does."""
+    if x.ndim != 3:
+        return "it normalises the last of three dims"
+    if x.shape[-1] > MAX_WIDTH:
+        return f"it takes rows of at most {MAX_WIDTH} numbers"
+    if sharding.num_shards("residual", x.shape[-1]) > 1:
+        return "the dim that it normalises is sharded"
+    return ""
+
+
+def gradients(
+    x_BSD: jax.Array,
+    mean_BS1: jax.Array | None,
+    reciprocal_BS1: jax.Array,
+    scale_D: jax.Array,
+    grad_BSD: jax.Array,
+    residual_BSD: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of `x`, the scale and the bias of y = scale (x - mean) r + bias.
+
+    `mean` is None for RMSNorm. `grad` is that of y; `residual` is added to the gradient of `x`.
+    Computed in the dtype of `reciprocal`, which the gradients of scale and bias also have.
+    """
+    rows = sharding.active_spec(x_BSD.shape, "batch", "residual_seq", "residual")
+    arrays = x_BSD, mean_BS1, reciprocal_BS1, grad_BSD, residual_BSD
+    on_each_device = sharding.per_device(
+        _of_part,
+        in_specs=(jax.tree.map(lambda _: rows, arrays), PartitionSpec(None)),
+        out_specs=(rows, rows, rows),
+    )
+    grad_x, grad_scale, grad_bias = on_each_device(arrays, scale_D)
+    return grad_x, grad_scale.sum((0, 1)), grad_bias.sum((0, 1))
+
+
+def _of_part(arrays, scale_D):
+    """Returns the gradients on one device; those of scale and bias as (1, 1, D)."""
+    x_BSD = arrays[0]
+    *lead, D = x_BSD.shape
+    num_rows = math.prod(lead)
+    width = pl.next_power_of_2(D)
+    rows = math.gcd(num_rows, MAX_ROWS)
+    rows_at_once = min(rows, max(1, TILE // width))
+    num_programs = num_rows // rows
+
+    def by_row(array):
+        flat = array.reshape(num_rows, -1)
+        return flat if flat.shape[1] == D else flat[:, 0]
+
+    flat = jax.tree.map(by_row, arrays)
+    block = pl.BlockSpec((rows, D), lambda program: (program, 0))
+    numbers = pl.BlockSpec((rows,), lambda program: (program,))
+    specs = jax.tree.map(lambda array: block if array.ndim == 2 else numbers, flat)
+    wide = arrays[2].dtype
+    sums = jax.ShapeDtypeStruct((num_programs, D), wide)
+    one_row = pl.BlockSpec((1, D), lambda program: (program, 0))
+    call = pl.pallas_call(
+        functools.partial(_kernel, D=D, width=width, num_steps=rows // rows_at_once),
+        grid=(num_programs,),
+        in_specs=(specs, pl.BlockSpec((D,), lambda program: (0,))),
+        out_specs=(block, one_row, one_row),
+        out_shape=(jax.ShapeDtypeStruct((num_rows, D), x_BSD.dtype), sums, sums),
+        compiler_params=triton.CompilerParams(num_warps=8 if width <= TILE else 16, num_stages=1),
+        interpret=accelerator.platform() == "cpu",
+        name="norm_backward",
+    )
+    grad_x, *of_columns = call(flat, scale_D.astype(wide))
+    return grad_x.reshape(x_BSD.shape), *(sums.sum(0)[None, None] for sums in of_columns)
+
+
+def _kernel(arrays, scale_ref, grad_x_ref, grad_scale_ref, grad_bias_ref, *, D, width, num_steps):
+    x_ref, mean_ref, reciprocal_ref, grad_ref, residual_ref = arrays
+    wide = reciprocal_ref.dtype
+    num_rows = x_ref.shape[0] // num_steps
+    columns = pl.ds(0, width)
+    is_column = jnp.arange(width) < D
+    scale = triton.load(scale_ref.at[columns], mask=is_column, other=0)
+    mask = jnp.broadcast_to(is_column[None, :], (num_rows, width))
+
+    def add_rows(step, sums):
+        grad_scale, grad_bias = sums
+        rows = pl.ds(step * num_rows, num_rows)
+
+        def load(ref):
+            return triton.load(ref.at[rows, columns], mask=mask, other=0).astype(wide)
+
+        reciprocal = reciprocal_ref[rows][:, None]
+        normalised = load(x_ref)
+        if mean_ref is not None:
+            normalised = normalised - mean_ref[rows][:, None]
+        normalised = normalised * reciprocal
+        grad = load(grad_ref)  # 0 beyond the row
+        # As in ops/norms.py.
+        grad_normalised = grad * scale[None, :]
+        along = jnp.sum(grad_normalised * normalised, 1) / D
+        grad_x = grad_normalised - normalised * along[:, None]
+        if mean_ref is not None:
+            grad_x = grad_x - (jnp.sum(grad_normalised, 1) / D)[:, None]
+        grad_x = grad_x * reciprocal
+        if residual_ref is not None:
+            grad_x = grad_x + load(residual_ref)
+        triton.store(grad_x_ref.at[rows, columns], grad_x.astype(grad_x_ref.dtype), mask=mask)
+        return grad_scale + jnp.sum(grad * normalised, 0), grad_bias + jnp.sum(grad, 0)
+
+    zeros = jnp.zeros(width, wide)
+    sums = jax.lax.fori_loop(0, num_steps, add_rows, (zeros, zeros))
+    for ref, columns_sums in zip((grad_scale_ref, grad_bias_ref), sums, strict=True):
+        triton.store(ref.at[pl.ds(0, 1), columns], columns_sums[None, :], mask=is_column[None, :])
