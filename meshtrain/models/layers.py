@@ -18,11 +18,11 @@ from meshtrain.data.source import Batch
 from meshtrain.models.base import CacheState
 from meshtrain.models.rope import rope
 from meshtrain.models.transformer_config import TransformerConfig
-from meshtrain.ops import kernels, norm_kernel
+from meshtrain.ops import kernels
 from meshtrain.ops.feed_forward import add_bias, gated_product, gelu
 from meshtrain.ops.norms import normalise, normalise_and_pass
 from meshtrain.parallel.remat import MLP_GATE, MLP_UP, recomputed
-from meshtrain.parallel.sharding import constrain, gathered, num_shards
+from meshtrain.parallel.sharding import constrain, gathered, num_shards, with_active_rules
 
 # B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
 # F feed-forward
@@ -98,7 +98,7 @@ def _forked(norm: nnx.Module, x_BSD: jax.Array) -> tuple[Callable, jax.Array, ja
     With the kernel of the backward pass the norm is already applied, as that kernel adds the
     gradients of branch and residual. Then the branch keeps its normalised input.
     """
-    if kernels.are_pallas() and not norm_kernel.why_not(x_BSD):
+    if kernels.norm_by_hand(x_BSD):
         y_BSD, x_BSD = norm.by(normalise_and_pass, x_BSD)
         return lambda y_BSD: y_BSD, y_BSD, x_BSD
     return norm, x_BSD, x_BSD
@@ -254,8 +254,8 @@ class MLP(nnx.Module):
 
     def _gated_product(self, up_BSF, gate_BSF):
         kernel_FD = self.down.kernel[...].astype(up_BSF.dtype)
-        activation = self.gate_activation
-        out_BSD = gated_product(_product_of_hidden, activation, up_BSF, gate_BSF, kernel_FD)
+        product = with_active_rules(_product_of_hidden)
+        out_BSD = gated_product(product, self.gate_activation, up_BSF, gate_BSF, kernel_FD)
         return self.down.with_bias(out_BSD)
 
 

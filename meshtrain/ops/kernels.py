@@ -11,11 +11,13 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 
 from meshtrain.errors import ConfigError
-from meshtrain.parallel import accelerator
+from meshtrain.parallel import accelerator, sharding
 
 AMPERE = 8.0  # compute capability
+MAX_WIDTH = 16384  # numbers of a row; more would not fit the registers
 
 # Part of the key of jax's caches of traces, as the rules of `sharding` are.
 _chosen = jax.make_user_context(default_value="plain")
@@ -33,9 +35,25 @@ def are_fused() -> bool:
     return resolved(_chosen.value, accelerator.platform()) != "plain"
 
 
-def are_pallas() -> bool:
-    """Returns whether kernels written by hand replace fused formulas, where they fit."""
-    return _chosen.value == "pallas"
+def norm_by_hand(x: jax.Array) -> bool:
+    """Returns whether the backward pass of a norm of `x` is the kernel of norm_kernel.py.
+
+    It takes rows (B, S, D) that fit the registers of a program, with D not sharded.
+    """
+    if _chosen.value != "pallas" or x.ndim != 3:
+        return False
+    return x.shape[-1] <= MAX_WIDTH and sharding.num_shards("residual", x.shape[-1]) == 1
+
+
+def loss_by_hand(logits: jax.Array) -> bool:
+    """Returns whether the loss of logits (B, S, V) is the kernel of loss_kernel.py.
+
+    The vocabulary must not be sharded. In float16 the loss must be scaled before its gradient is
+    computed, and the kernel computes both at once.
+    """
+    if _chosen.value != "pallas" or logits.dtype == jnp.float16:
+        return False
+    return sharding.num_shards("vocab", logits.shape[-1]) == 1
 
 
 def resolved(kernels: str, platform: str) -> str:

@@ -20,15 +20,6 @@ from meshtrain.parallel import accelerator, sharding
 BLOCK = 2048  # logits that a program reads at a time
 
 
-def why_not(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str:
-    """Returns why the kernel does not take logits (B, S, V); "" if it does."""
-    if jnp.dtype(dtype) == jnp.float16:
-        return "in float16 the loss must be scaled before its gradient is computed"
-    if sharding.num_shards("vocab", shape[-1]) > 1:
-        return "the vocabulary is sharded"
-    return ""
-
-
 def statistics_and_gradient(
     logits_BSV: jax.Array,
     targets_BS: jax.Array,

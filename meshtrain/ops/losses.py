@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from meshtrain.config.schema import AXES
 from meshtrain.metrics import Metrics, weighted
-from meshtrain.ops import kernels, loss_kernel
+from meshtrain.ops import kernels
 from meshtrain.parallel import sharding
 
 # B batch, S sequence, D model, V vocabulary, N batch slices, C chunks
@@ -47,9 +47,9 @@ def fused_cross_entropy(
 
     The forward pass reads the logits once, and the backward pass once, where it writes their
     gradients. `jax.grad` of the plain formula reads them twice, and selects what is padding. With
-    `train.kernels=pallas` one kernel does both, where `loss_kernel.why_not` has no objection.
+    `train.kernels=pallas` one kernel does both, where `kernels.loss_by_hand`.
     """
-    if kernels.are_pallas() and not loss_kernel.why_not(logits_BSV.shape, logits_BSV.dtype):
+    if kernels.loss_by_hand(logits_BSV):
         return _in_place(logits_BSV, targets_BS, weights_BS, z_loss, vocab_size, softcap)
     log_z_BS, target_BS = _log_z_and_target(logits_BSV, targets_BS, vocab_size, softcap)
     return _sums(log_z_BS, target_BS, weights_BS, z_loss)
@@ -149,6 +149,8 @@ def _in_place(
 
 
 def _in_place_forward(logits_BSV, targets_BS, weights_BS, z_loss, vocab_size, softcap):
+    from meshtrain.ops import loss_kernel  # Pallas takes 0.2 s to import
+
     log_z_BS, target_BS, grad_BSV = loss_kernel.statistics_and_gradient(
         logits_BSV,
         targets_BS,

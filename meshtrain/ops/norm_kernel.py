@@ -17,22 +17,10 @@ from meshtrain.parallel import accelerator, sharding
 
 # B batch, S sequence, D model, N rows, P programs, W the next power of two from D on
 
-# As arrays of TILE numbers fit the registers of 8 warps; wider rows take 16 warps. Few rows of a
+# Arrays of TILE numbers fit the registers of 8 warps; wider rows take 16 warps. Few rows of a
 # program would write many sums of columns.
 TILE = 4096
-MAX_WIDTH = 4 * TILE
 MAX_ROWS = 64
-
-
-def why_not(x: jax.Array) -> str:
-    """Returns why the kernel does not take this input (B, S, D); "" if it does."""
-    if x.ndim != 3:
-        return "it normalises the last of three dims"
-    if x.shape[-1] > MAX_WIDTH:
-        return f"it takes rows of at most {MAX_WIDTH} numbers"
-    if sharding.num_shards("residual", x.shape[-1]) > 1:
-        return "the dim that it normalises is sharded"
-    return ""
 
 
 def gradients(
@@ -42,18 +30,19 @@ def gradients(
     scale_D: jax.Array,
     grad_BSD: jax.Array,
     residual_BSD: jax.Array | None,
+    spec: PartitionSpec,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of `x`, the scale and the bias of y = scale (x - mean) r + bias.
 
     `mean` is None for RMSNorm. `grad` is that of y; `residual` is added to the gradient of `x`.
-    Computed in the dtype of `reciprocal`, which the gradients of scale and bias also have.
+    Computed in the dtype of `reciprocal`, which the gradients of scale and bias also have. `spec` is
+    that of `x`, with an unsharded D.
     """
-    rows = sharding.active_spec(x_BSD.shape, "batch", "residual_seq", "residual")
     arrays = x_BSD, mean_BS1, reciprocal_BS1, grad_BSD, residual_BSD
     on_each_device = sharding.per_device(
         _of_part,
-        in_specs=(jax.tree.map(lambda _: rows, arrays), PartitionSpec(None)),
-        out_specs=(rows, rows, rows),
+        in_specs=(jax.tree.map(lambda _: spec, arrays), PartitionSpec()),
+        out_specs=(spec, spec, spec),
     )
     grad_x, grad_scale, grad_bias = on_each_device(arrays, scale_D)
     return grad_x, grad_scale.sum((0, 1)), grad_bias.sum((0, 1))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshtrain.ops import norm_kernel
+from meshtrain.parallel import sharding
 from meshtrain.parallel.remat import STATISTICS
 
 
@@ -101,7 +101,6 @@ def _along(vector: jax.Array, x: jax.Array) -> jax.Array:
 normalise.defvjp(_forward, _backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def normalise_and_pass(
     x: jax.Array,
     scale: jax.Array,
@@ -111,22 +110,30 @@ def normalise_and_pass(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `normalise` of x (B, S, D), and x itself, for the residual that passes the norm by.
 
-    The backward pass is one kernel, which adds the gradients of both: `norm_kernel.why_not` says
-    for which inputs.
+    The backward pass is one kernel, which adds the gradients of both: see `kernels.norm_by_hand`.
     """
+    # Here, as other rules may be active where the backward pass is traced.
+    spec = sharding.active_spec(x.shape, "batch", "residual_seq", "residual")
+    return _normalise_and_pass(x, scale, bias, is_centred, epsilon, spec)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _normalise_and_pass(x, scale, bias, is_centred, epsilon, spec):
     return normalise(x, scale, bias, is_centred, epsilon), x
 
 
-def _forward_and_pass(x, scale, bias, is_centred, epsilon):
+def _forward_and_pass(x, scale, bias, is_centred, epsilon, spec):
     y, residuals = _forward(x, scale, bias, is_centred, epsilon)
     return (y, x), residuals
 
 
-def _backward_and_pass(is_centred, epsilon, residuals, grads):
+def _backward_and_pass(is_centred, epsilon, spec, residuals, grads):
+    from meshtrain.ops import norm_kernel  # Pallas takes 0.2 s to import
+
     x, scale, bias, mean, reciprocal = residuals
-    grad_x, grad_scale, grad_bias = norm_kernel.gradients(x, mean, reciprocal, scale, *grads)
+    grad_x, grad_scale, grad_bias = norm_kernel.gradients(x, mean, reciprocal, scale, *grads, spec)
     grad_bias = None if bias is None else grad_bias.astype(bias.dtype)
     return grad_x, grad_scale.astype(scale.dtype), grad_bias
 
 
-normalise_and_pass.defvjp(_forward_and_pass, _backward_and_pass)
+_normalise_and_pass.defvjp(_forward_and_pass, _backward_and_pass)

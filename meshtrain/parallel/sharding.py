@@ -1,6 +1,7 @@
 """Sharding rules: models give each dim a logical name, one table maps these names to mesh axes."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -138,6 +139,21 @@ def use_rules(rules: Rules | None) -> Iterator[None]:
 def active_rules() -> Rules | None:
     """Returns the rules that `use_rules` has set, or None."""
     return _active_rules.value
+
+
+def with_active_rules(function: Callable) -> Callable:
+    """Returns `function`, which runs with the rules that are active now.
+
+    A pipeline traces the backward pass where other rules are active than in the forward pass.
+    """
+    rules = _active_rules.value
+
+    @functools.wraps(function)
+    def run(*args):
+        with use_rules(rules):
+            return function(*args)
+
+    return run
 
 
 @contextlib.contextmanager

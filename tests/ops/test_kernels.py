@@ -1,11 +1,15 @@
 """Which formulas `train.kernels` selects, and where its kernels run."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from meshtrain.errors import ConfigError
 from meshtrain.ops import kernels
+from meshtrain.parallel import sharding
 
 
 @pytest.mark.parametrize(
@@ -22,8 +26,12 @@ def test_auto_is_fused_on_gpus(value, platform, expected):
     assert kernels.resolved(value, platform) == expected
 
 
+def zeros(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 @pytest.mark.parametrize(
-    ("value", "are_fused", "are_pallas"),
+    ("value", "are_fused", "by_hand"),
     [
         ("plain", False, False),
         ("auto", False, False),
@@ -31,10 +39,42 @@ def test_auto_is_fused_on_gpus(value, platform, expected):
         ("pallas", True, True),
     ],
 )
-def test_the_kernels_are_used_with_the_fused_formulas(value, are_fused, are_pallas):
+def test_the_kernels_are_used_with_the_fused_formulas(value, are_fused, by_hand):
     with kernels.use(value):
-        assert (kernels.are_fused(), kernels.are_pallas()) == (are_fused, are_pallas)
+        assert kernels.are_fused() == are_fused
+        assert kernels.norm_by_hand(zeros(1, 8, 64)) == by_hand
+        assert kernels.loss_by_hand(zeros(1, 8, 64)) == by_hand
     assert not kernels.are_fused()
+
+
+def test_the_kernel_of_norms_takes_rows_that_fit_the_registers_and_are_not_sharded():
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    with kernels.use("pallas"):
+        assert kernels.norm_by_hand(zeros(1, 1, 16384))
+        assert not kernels.norm_by_hand(zeros(1, 1, 16385))
+        assert not kernels.norm_by_hand(zeros(8, 64))
+        with jax.set_mesh(mesh), sharding.use_rules([("residual", "tensor")]):
+            assert not kernels.norm_by_hand(zeros(1, 8, 64))
+            assert kernels.norm_by_hand(zeros(1, 8, 63))
+
+
+def test_the_kernel_of_the_loss_takes_all_but_float16_and_a_sharded_vocabulary():
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    with kernels.use("pallas"):
+        assert not kernels.loss_by_hand(zeros(1, 8, 64, dtype="float16"))
+        with jax.set_mesh(mesh), sharding.use_rules([("vocab", "tensor")]):
+            assert not kernels.loss_by_hand(zeros(1, 8, 64))
+            assert kernels.loss_by_hand(zeros(1, 8, 63))
+
+
+def test_pallas_is_imported_only_where_its_kernels_are_used():
+    command = (
+        "import sys, meshtrain.models.transformer; print('jax.experimental.pallas' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
 
 
 def device(platform, capability=None):

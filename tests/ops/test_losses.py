@@ -10,7 +10,6 @@ from jax.extend.core import jaxprs_in_params
 
 from meshtrain.ops import kernels, loss_kernel, losses
 from meshtrain.ops.losses import chunked_cross_entropy, cross_entropy, fused_cross_entropy
-from meshtrain.parallel import sharding
 
 B, S, V = 2, 3, 5
 RNG = np.random.default_rng(0)
@@ -182,15 +181,6 @@ def pallas_calls(jaxpr):
             for inside in jaxprs_in_params(equation.params):
                 found += pallas_calls(inside)
     return found
-
-
-def test_in_float16_and_with_a_sharded_vocabulary_there_is_no_kernel():
-    assert not loss_kernel.why_not((1, 8, 64), "bfloat16")
-    assert "float16" in loss_kernel.why_not((1, 8, 64), "float16")
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh), sharding.use_rules([("vocab", "tensor")]):
-        assert "sharded" in loss_kernel.why_not((1, 8, 64), "bfloat16")
-        assert not loss_kernel.why_not((1, 8, 63), "bfloat16")
 
 
 # ---- in chunks ----

@@ -171,12 +171,3 @@ def test_in_16_bits_the_kernel_rounds_only_its_results(dtype):
     half_a_step = float(jnp.finfo(dtype).eps) / 2
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.float32(a), b, rtol=1.01 * half_a_step, atol=1e-5)
-
-
-def test_the_kernel_takes_three_dims_that_are_no_wider_than_the_registers_and_not_sharded():
-    assert not norm_kernel.why_not(jnp.zeros((1, 8, 64)))
-    assert "three dims" in norm_kernel.why_not(jnp.zeros((8, 64)))
-    assert "at most 16384" in norm_kernel.why_not(jnp.zeros((1, 1, 16385)))
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh), sharding.use_rules([("residual", "tensor")]):
-        assert "sharded" in norm_kernel.why_not(jnp.zeros((1, 8, 64)))

@@ -12,7 +12,7 @@ import meshtrain
 from meshtrain import grads, state, step
 from meshtrain.data.source import Source
 from meshtrain.models import layers, transformer
-from meshtrain.ops import blockwise, losses
+from meshtrain.ops import blockwise
 from meshtrain.optim import base as optim
 from meshtrain.pipeline import executor
 from meshtrain.tools.verify import case, precision
@@ -155,9 +155,9 @@ def a_norm_in_bfloat16_on_one_path(patch):
 @mutant(CUBE, "bfloat16", "loss: ")
 def the_loss_in_bfloat16_on_one_path(patch):
     patch.setattr(
-        losses,
+        transformer,
         "cross_entropy",
-        changed(losses.cross_entropy, PROMOTED.format("logits_BSV"), "'bfloat16'"),
+        changed(transformer.cross_entropy, PROMOTED.format("logits_BSV"), "'bfloat16'"),
     )
 
 
