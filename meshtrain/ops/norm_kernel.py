@@ -35,8 +35,8 @@ def gradients(
     """Returns the gradients of `x`, the scale and the bias of y = scale (x - mean) r + bias.
 
     `mean` is None for RMSNorm. `grad` is that of y; `residual` is added to the gradient of `x`.
-    Computed in the dtype of `reciprocal`, which the gradients of scale and bias also have. `spec` is
-    that of `x`, with an unsharded D.
+    Computed in the dtype of `reciprocal`, which the gradients of scale and bias also have. `spec`
+    is that of `x`; D is not sharded.
     """
     arrays = x_BSD, mean_BS1, reciprocal_BS1, grad_BSD, residual_BSD
     on_each_device = sharding.per_device(

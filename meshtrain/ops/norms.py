@@ -131,7 +131,10 @@ def _backward_and_pass(is_centred, epsilon, spec, residuals, grads):
     from meshtrain.ops import norm_kernel  # Pallas takes 0.2 s to import
 
     x, scale, bias, mean, reciprocal = residuals
-    grad_x, grad_scale, grad_bias = norm_kernel.gradients(x, mean, reciprocal, scale, *grads, spec)
+    grad_y, grad_residual = grads
+    grad_x, grad_scale, grad_bias = norm_kernel.gradients(
+        x, mean, reciprocal, scale, grad_y, grad_residual, spec
+    )
     grad_bias = None if bias is None else grad_bias.astype(bias.dtype)
     return grad_x, grad_scale.astype(scale.dtype), grad_bias
 
