@@ -109,8 +109,8 @@ def test_on_cpu_the_kernels_are_the_plain_ones():
             return str(jax.make_jaxpr(run.program.train_step)(state, run.batch()))
 
     plain = step("plain")
-    assert step("auto") == plain and "name=normalise" not in plain
-    assert "name=normalise" in step("fused")
+    assert step("auto") == plain and "optimization_barrier" not in plain
+    assert "optimization_barrier" in step("fused")
 
 
 @pytest.mark.parametrize("num_microbatches", [2, pytest.param(4, marks=pytest.mark.slow)])
