@@ -106,9 +106,7 @@ def _kernel(
         largest, total, target_score = sums
         _, token, scores = part(number)
         new = jnp.maximum(largest, scores)
-        total = total * jnp.exp(largest - new) + jnp.where(
-            token < vocab_size, jnp.exp(scores - new), 0
-        )
+        total = total * jnp.exp(largest - new) + jnp.exp(scores - new)
         return new, total, target_score + jnp.where(token == target, scores, 0)
 
     zeros = jnp.zeros(block, wide)

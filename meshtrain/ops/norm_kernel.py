@@ -87,22 +87,23 @@ def _kernel(arrays, scale_ref, grad_x_ref, grad_scale_ref, grad_bias_ref, *, D, 
     x_ref, mean_ref, reciprocal_ref, grad_ref, residual_ref = arrays
     wide = reciprocal_ref.dtype
     num_rows = x_ref.shape[0] // num_steps
-    columns = pl.ds(0, width)
-    is_column = jnp.arange(width) < D
-    scale = triton.load(scale_ref.at[columns], mask=is_column, other=0)
+    column = jnp.arange(width)
+    is_column = column < D
+    scale = triton.load(scale_ref.at[column], mask=is_column, other=0)
     mask = jnp.broadcast_to(is_column[None, :], (num_rows, width))
 
     def add_rows(step, sums):
         grad_scale, grad_bias = sums
-        rows = pl.ds(step * num_rows, num_rows)
+        row = step * num_rows + jnp.arange(num_rows)
+        place = row[:, None], column[None, :]
 
         def load(ref):
-            return triton.load(ref.at[rows, columns], mask=mask, other=0).astype(wide)
+            return triton.load(ref.at[place], mask=mask, other=0).astype(wide)
 
-        reciprocal = reciprocal_ref[rows][:, None]
+        reciprocal = reciprocal_ref[row][:, None]
         normalised = load(x_ref)
         if mean_ref is not None:
-            normalised = normalised - mean_ref[rows][:, None]
+            normalised = normalised - mean_ref[row][:, None]
         normalised = normalised * reciprocal
         grad = load(grad_ref)  # 0 beyond the row
         # As in ops/norms.py.
@@ -114,10 +115,10 @@ def _kernel(arrays, scale_ref, grad_x_ref, grad_scale_ref, grad_bias_ref, *, D, 
         grad_x = grad_x * reciprocal
         if residual_ref is not None:
             grad_x = grad_x + load(residual_ref)
-        triton.store(grad_x_ref.at[rows, columns], grad_x.astype(grad_x_ref.dtype), mask=mask)
+        triton.store(grad_x_ref.at[place], grad_x.astype(grad_x_ref.dtype), mask=mask)
         return grad_scale + jnp.sum(grad * normalised, 0), grad_bias + jnp.sum(grad, 0)
 
     zeros = jnp.zeros(width, wide)
     sums = jax.lax.fori_loop(0, num_steps, add_rows, (zeros, zeros))
-    for ref, columns_sums in zip((grad_scale_ref, grad_bias_ref), sums, strict=True):
-        triton.store(ref.at[pl.ds(0, 1), columns], columns_sums[None, :], mask=is_column[None, :])
+    for ref, sum_of_column in zip((grad_scale_ref, grad_bias_ref), sums, strict=True):
+        triton.store(ref.at[0, column], sum_of_column, mask=is_column)
