@@ -17,7 +17,7 @@ from meshtrain.errors import ConfigError
 from meshtrain.parallel import accelerator, sharding
 
 AMPERE = 8.0  # compute capability
-MAX_WIDTH = 16384  # numbers of a row; more would not fit the registers
+MAX_WIDTH = 8192  # numbers of a row; more would not fit the registers
 
 # Part of the key of jax's caches of traces, as the rules of `sharding` are.
 _chosen = jax.make_user_context(default_value="plain")

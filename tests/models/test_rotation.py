@@ -27,14 +27,3 @@ def test_rope_and_its_gradient_equal_the_product_of_complex_numbers(factor, x64)
     expected, expected_vjp = jax.vjp(lambda x: formula(x, *given), x)
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(*vjp(cotangent), *expected_vjp(cotangent), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_in_16_bits_only_the_results_are_rounded(dtype):
-    x, cotangent = jnp.asarray(RNG.normal(size=(2, B, S, H, K)), dtype)
-    given = RNG.integers(0, 50, (B, S)), frequencies(K, 100.0), 1.0
-    found, vjp = jax.vjp(lambda x: rope(x, *given), x)
-    wide, wide_vjp = jax.vjp(lambda x: rope(x, *given), x.astype("float32"))
-    np.testing.assert_array_equal(found, wide.astype(dtype))
-    (grad,), (wide_grad,) = vjp(cotangent), wide_vjp(cotangent.astype("float32"))
-    np.testing.assert_array_equal(grad, wide_grad.astype(dtype))

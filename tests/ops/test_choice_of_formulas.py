@@ -50,8 +50,8 @@ def test_the_kernels_are_used_with_the_fused_formulas(value, are_fused, by_hand)
 def test_the_kernel_of_norms_takes_rows_that_fit_the_registers_and_are_not_sharded():
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     with kernels.use("pallas"):
-        assert kernels.norm_by_hand(zeros(1, 1, 16384))
-        assert not kernels.norm_by_hand(zeros(1, 1, 16385))
+        assert kernels.norm_by_hand(zeros(1, 1, 8192))
+        assert not kernels.norm_by_hand(zeros(1, 1, 8193))
         assert not kernels.norm_by_hand(zeros(8, 64))
         with jax.set_mesh(mesh), sharding.use_rules([("residual", "tensor")]):
             assert not kernels.norm_by_hand(zeros(1, 8, 64))
