@@ -121,6 +121,35 @@ def test_fused_attention_runs_once_forward_and_once_backward_in_each_layer(case)
     assert runs == {"forward": forward, "backward": num_layers}
 
 
+def test_the_backward_pass_does_not_run_attention_again_if_its_result_is_kept():
+    runs = {"Backward": 0, "": 0}
+    remat = "--config.train.remat=names:attention"
+    for _, one, count in kernels(compiled("gpt2-124m", 1, TWO_LAYERS, remat).module):
+        if one.opcode == "custom-call" and (found := traffic.ATTENTION.search(one.attributes)):
+            runs["Backward" if "Backward" in found[1] else ""] += count
+    assert runs == {"Backward": 2, "": 2}
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_the_kernels_written_by_hand_run_once_a_norm_and_once_a_chunk_of_the_loss(size):
+    """On several GPUs each has its own rows; two norms a layer, and eight chunks of a loss."""
+    found = compiled("gpt2-124m", size, TWO_LAYERS, "--config.train.kernels=pallas")
+    runs = {"norm_backward": 0, "cross_entropy": 0}
+    for _, one, count in kernels(found.module):
+        for name in runs:
+            if one.opcode == "custom-call" and f'"{name}"' in one.attributes:
+                runs[name] += count
+    assert runs == {"norm_backward": 4, "cross_entropy": 8}
+    # The logits are read once less, and the arrays of four norms three times less.
+    fused = compiled("gpt2-124m", size, TWO_LAYERS)
+    moved = [
+        sum(row["hbm_bytes"] for row in one.figures["roofline"]["rows"]) for one in (found, fused)
+    ]
+    logits, activations = 64 * 1024 * 50304 * 2, 64 * 1024 * 768 * 2
+    assert moved[0] < moved[1] - 0.9 * (logits + 4 * 3 * activations)
+    assert found.figures["warnings"] == []
+
+
 def test_no_array_has_a_score_for_each_pair_of_tokens(case):
     module = compiled(*case).module
     length = roofline.MODELS[case[0]][2]["seq_len"]
