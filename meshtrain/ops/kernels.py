@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
+from meshtrain import hardware
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import accelerator, sharding
 
@@ -67,8 +68,10 @@ def check(kernels: str, device: jax.Device) -> None:
     """Raises ConfigError if a value of `train.kernels` needs another device."""
     if kernels != "pallas":
         return
-    # "gfx..." on AMD; a device that is compiled for and is not there has none.
-    capability = getattr(device, "compute_capability", None) or str(AMPERE)
+    # "gfx..." on AMD. A device that is compiled for and is not there has none.
+    row = hardware.device_of(device.device_kind)
+    known = row.chip.capability if row and row.chip else str(AMPERE)
+    capability = getattr(device, "compute_capability", None) or known
     is_old = capability.startswith("gfx") or float(capability) < AMPERE
     if device.platform not in ("gpu", "cuda", "cpu") or is_old:
         name = f"{device.platform} {device.device_kind}"

@@ -88,8 +88,16 @@ def test_the_kernels_run_on_cpus_and_on_gpus_from_ampere_on(found):
     kernels.check("pallas", found)
 
 
-@pytest.mark.parametrize("found", [device("tpu"), device("gpu", "7.5"), device("gpu", "gfx942")])
+# As it is compiled for where there is none.
+V100 = SimpleNamespace(platform="gpu", device_kind="Tesla V100-SXM2-16GB")
+
+
+@pytest.mark.parametrize(
+    "found", [device("tpu"), device("gpu", "7.5"), device("gpu", "gfx942"), V100]
+)
 def test_on_other_devices_they_are_an_error(found):
-    with pytest.raises(ConfigError, match=f"this is {found.platform} a device; use 'auto'"):
+    with pytest.raises(
+        ConfigError, match=f"this is {found.platform} {found.device_kind}; use 'auto'"
+    ):
         kernels.check("pallas", found)
     kernels.check("fused", found)
