@@ -98,8 +98,8 @@ def _forked(norm: nnx.Module, x_BSD: jax.Array) -> tuple[Callable, jax.Array, ja
     With the kernel of the backward pass the norm is already applied, as that kernel adds the
     gradients of branch and residual. Then the branch keeps its normalised input.
     """
-    if kernels.norm_by_hand(x_BSD):
-        y_BSD, x_BSD = norm.by(normalise_and_pass, x_BSD)
+    if kernels.uses_norm_kernel(x_BSD):
+        y_BSD, x_BSD = norm.computed_by(normalise_and_pass, x_BSD)
         return lambda y_BSD: y_BSD, y_BSD, x_BSD
     return norm, x_BSD, x_BSD
 
@@ -303,9 +303,9 @@ class LayerNorm(nnx.LayerNorm):
     def __call__(self, x: jax.Array) -> jax.Array:
         if not kernels.are_fused():
             return super().__call__(x)
-        return self.by(normalise, x)
+        return self.computed_by(normalise, x)
 
-    def by(self, function: Callable, x: jax.Array) -> Any:
+    def computed_by(self, function: Callable, x: jax.Array) -> Any:
         """Returns the result of a function of ops/norms.py."""
         vectors = (self.scale[...], None if self.bias is None else self.bias[...])
         x, scale, bias = self.promote_dtype((x, *vectors))
@@ -318,9 +318,9 @@ class RMSNorm(nnx.RMSNorm):
     def __call__(self, x: jax.Array) -> jax.Array:
         if not kernels.are_fused():
             return super().__call__(x)
-        return self.by(normalise, x)
+        return self.computed_by(normalise, x)
 
-    def by(self, function: Callable, x: jax.Array) -> Any:
+    def computed_by(self, function: Callable, x: jax.Array) -> Any:
         """Returns the result of a function of ops/norms.py."""
         x, scale = self.promote_dtype((x, self.scale[...]))
         return function(x, scale, None, False, self.epsilon)
@@ -335,13 +335,13 @@ class RMSNorm1p(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if kernels.are_fused():
-            return self.by(normalise, x)
+            return self.computed_by(normalise, x)
         dtype, x = x.dtype, x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normalized = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + self.epsilon)
         scale = 1 + self.scale[...].astype(x.dtype)
         return (normalized * scale[(None,) * (x.ndim - 1)]).astype(dtype)
 
-    def by(self, function: Callable, x: jax.Array) -> Any:
+    def computed_by(self, function: Callable, x: jax.Array) -> Any:
         """Returns the result of a function of ops/norms.py."""
         wide = self.scale[...].astype(jnp.promote_types(x.dtype, jnp.float32))
         return function(x, 1 + wide, None, False, self.epsilon)

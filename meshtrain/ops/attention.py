@@ -132,14 +132,13 @@ def _attend_whole(
     if window is None or isinstance(is_local, bool):
         return fused(window, *inputs)
     # Its windows are static.
-    out_BSHV = cudnn.either(
+    return cudnn.either(
         is_local,
         partial(fused, window),
         partial(fused, None),
         *inputs,
         constrain=partial(cudnn.constrain, num_heads=q_BSHK.shape[2]),
     )
-    return checkpoint_name(out_BSHV, ATTENTION)
 
 
 def _attend_sharded(

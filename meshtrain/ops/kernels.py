@@ -36,7 +36,7 @@ def are_fused() -> bool:
     return resolved(_chosen.value, accelerator.platform()) != "plain"
 
 
-def norm_by_hand(x: jax.Array) -> bool:
+def uses_norm_kernel(x: jax.Array) -> bool:
     """Returns whether the backward pass of a norm of `x` is the kernel of norm_kernel.py.
 
     It takes rows (B, S, D) that fit the registers of a program, with D not sharded.
@@ -46,7 +46,7 @@ def norm_by_hand(x: jax.Array) -> bool:
     return x.shape[-1] <= MAX_WIDTH and sharding.num_shards("residual", x.shape[-1]) == 1
 
 
-def loss_by_hand(logits: jax.Array) -> bool:
+def uses_loss_kernel(logits: jax.Array) -> bool:
     """Returns whether the loss of logits (B, S, V) is the kernel of loss_kernel.py.
 
     The vocabulary must not be sharded. In float16 the loss must be scaled before its gradient is
@@ -66,16 +66,22 @@ def resolved(kernels: str, platform: str) -> str:
 
 def check(kernels: str, device: jax.Device) -> None:
     """Raises ConfigError if a value of `train.kernels` needs another device."""
+    if reason := why_not(kernels, device):
+        raise ConfigError(f"train.kernels={kernels!r}: {reason}; use 'auto'")
+
+
+def why_not(kernels: str, device: jax.Device) -> str:
+    """Returns why a value of `train.kernels` needs another device; "" if it does not."""
     if kernels != "pallas":
-        return
+        return ""
     # "gfx..." on AMD. A device that is compiled for and is not there has none.
     row = hardware.device_of(device.device_kind)
     known = row.chip.capability if row and row.chip else str(AMPERE)
     capability = getattr(device, "compute_capability", None) or known
     is_old = capability.startswith("gfx") or float(capability) < AMPERE
-    if device.platform not in ("gpu", "cuda", "cpu") or is_old:
-        name = f"{device.platform} {device.device_kind}"
-        raise ConfigError(
-            f"train.kernels='pallas': its kernels run on NVIDIA GPUs from compute capability "
-            f"{AMPERE} on, and interpreted on CPUs; this is {name}; use 'auto'"
-        )
+    if device.platform in ("gpu", "cuda", "cpu") and not is_old:
+        return ""
+    return (
+        f"its kernels run on NVIDIA GPUs from compute capability {AMPERE} on, and interpreted on "
+        f"CPUs; this is {device.platform} {device.device_kind}"
+    )

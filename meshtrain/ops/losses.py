@@ -46,10 +46,10 @@ def fused_cross_entropy(
     """Returns the `cross_entropy` of logits with a soft cap (0: none) and without the padding.
 
     The forward pass reads the logits once, and the backward pass once, where it writes their
-    gradients. `jax.grad` of the plain formula reads them twice, and selects what is padding. With
-    `train.kernels=pallas` one kernel does both, where `kernels.loss_by_hand`.
+    gradients. `jax.grad` of the plain formula reads them twice, and selects what is padding. If
+    `kernels.uses_loss_kernel` one kernel does both.
     """
-    if kernels.loss_by_hand(logits_BSV):
+    if kernels.uses_loss_kernel(logits_BSV):
         return _in_place(logits_BSV, targets_BS, weights_BS, z_loss, vocab_size, softcap)
     log_z_BS, target_BS = _log_z_and_target(logits_BSV, targets_BS, vocab_size, softcap)
     return _sums(log_z_BS, target_BS, weights_BS, z_loss)

@@ -38,53 +38,60 @@ def gradients(
     Computed in the dtype of `reciprocal`, which the gradients of scale and bias also have. `spec`
     is that of `x`; D is not sharded.
     """
-    arrays = x_BSD, mean_BS1, reciprocal_BS1, grad_BSD, residual_BSD
+    rows = x_BSD, grad_BSD, residual_BSD
+    statistics = mean_BS1, reciprocal_BS1
     on_each_device = sharding.per_device(
         _of_part,
-        in_specs=(jax.tree.map(lambda _: spec, arrays), PartitionSpec()),
+        in_specs=(*jax.tree.map(lambda _: spec, (rows, statistics)), PartitionSpec()),
         out_specs=(spec, spec, spec),
     )
-    grad_x, grad_scale, grad_bias = on_each_device(arrays, scale_D)
+    grad_x, grad_scale, grad_bias = on_each_device(rows, statistics, scale_D)
     return grad_x, grad_scale.sum((0, 1)), grad_bias.sum((0, 1))
 
 
-def _of_part(arrays, scale_D):
-    """Returns the gradients on one device; those of scale and bias as (1, 1, D)."""
-    x_BSD = arrays[0]
+def _of_part(rows, statistics, scale_D):
+    """Returns the gradients on one device; those of scale and bias as (1, 1, D).
+
+    A program has as many rows as a power of two that divides them: if the number of rows is odd,
+    one, and then the sums of columns are as many as the rows.
+    """
+    x_BSD, wide = rows[0], statistics[1].dtype
     *lead, D = x_BSD.shape
-    num_rows = math.prod(lead)
+    N = math.prod(lead)
     width = pl.next_power_of_2(D)
-    rows = math.gcd(num_rows, MAX_ROWS)
-    rows_at_once = min(rows, max(1, TILE // width))
-    num_programs = num_rows // rows
+    rows_of_program = math.gcd(N, MAX_ROWS)
+    rows_at_once = min(rows_of_program, max(1, TILE // width))
+    num_programs = N // rows_of_program
 
-    def by_row(array):
-        flat = array.reshape(num_rows, -1)
-        return flat if flat.shape[1] == D else flat[:, 0]
-
-    flat = jax.tree.map(by_row, arrays)
-    block = pl.BlockSpec((rows, D), lambda program: (program, 0))
-    numbers = pl.BlockSpec((rows,), lambda program: (program,))
-    specs = jax.tree.map(lambda array: block if array.ndim == 2 else numbers, flat)
-    wide = arrays[2].dtype
+    block = pl.BlockSpec((rows_of_program, D), lambda program: (program, 0))
+    numbers = pl.BlockSpec((rows_of_program,), lambda program: (program,))
     sums = jax.ShapeDtypeStruct((num_programs, D), wide)
     one_row = pl.BlockSpec((1, D), lambda program: (program, 0))
     call = pl.pallas_call(
-        functools.partial(_kernel, D=D, width=width, num_steps=rows // rows_at_once),
+        functools.partial(_kernel, D=D, width=width, num_steps=rows_of_program // rows_at_once),
         grid=(num_programs,),
-        in_specs=(specs, pl.BlockSpec((D,), lambda program: (0,))),
+        in_specs=(
+            jax.tree.map(lambda _: block, rows),
+            jax.tree.map(lambda _: numbers, statistics),
+            pl.BlockSpec((D,), lambda program: (0,)),
+        ),
         out_specs=(block, one_row, one_row),
-        out_shape=(jax.ShapeDtypeStruct((num_rows, D), x_BSD.dtype), sums, sums),
+        out_shape=(jax.ShapeDtypeStruct((N, D), x_BSD.dtype), sums, sums),
         compiler_params=triton.CompilerParams(num_warps=8 if width <= TILE else 16, num_stages=1),
         interpret=accelerator.platform() == "cpu",
         name="norm_backward",
     )
-    grad_x, *of_columns = call(flat, scale_D.astype(wide))
+    rows = jax.tree.map(lambda array: array.reshape(N, D), rows)
+    statistics = jax.tree.map(lambda array: array.reshape(N), statistics)
+    grad_x, *of_columns = call(rows, statistics, scale_D.astype(wide))
     return grad_x.reshape(x_BSD.shape), *(sums.sum(0)[None, None] for sums in of_columns)
 
 
-def _kernel(arrays, scale_ref, grad_x_ref, grad_scale_ref, grad_bias_ref, *, D, width, num_steps):
-    x_ref, mean_ref, reciprocal_ref, grad_ref, residual_ref = arrays
+def _kernel(
+    rows, statistics, scale_ref, grad_x_ref, grad_scale_ref, grad_bias_ref, *, D, width, num_steps
+):
+    x_ref, grad_ref, residual_ref = rows
+    mean_ref, reciprocal_ref = statistics
     wide = reciprocal_ref.dtype
     num_rows = x_ref.shape[0] // num_steps
     column = jnp.arange(width)

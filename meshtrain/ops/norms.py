@@ -110,7 +110,8 @@ def normalise_and_pass(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `normalise` of x (B, S, D), and x itself, for the residual that passes the norm by.
 
-    The backward pass is one kernel, which adds the gradients of both: see `kernels.norm_by_hand`.
+    The backward pass is one kernel, which adds the gradients of both. `kernels.uses_norm_kernel`
+    says for which inputs.
     """
     # Here, as other rules may be active where the backward pass is traced.
     spec = sharding.active_spec(x.shape, "batch", "residual_seq", "residual")

@@ -14,7 +14,9 @@ KEPT = (STATISTICS, MLP_UP, MLP_GATE, MLP_GELU)
 
 ATTENTION = "attention"  # the name of attention's output
 # jax's primitive of cuDNN's attention. Its backward pass needs its output and the log-sum-exp of
-# each row of scores; without both, the kernel would run again.
+# each row of scores; without both, the kernel would run again. They are kept as the kernel returns
+# them: with dims that fill up the values, and, by "ulysses", before the exchange, which the
+# backward pass repeats.
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
 # Part of the key of jax's caches of traces, as the rules of `sharding` are.

@@ -249,11 +249,15 @@ def per_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """Returns `function`, which each device runs on its parts of the arguments.
 
     XLA does not partition kernels that are written by hand. The specs are those of `jax.shard_map`.
+    The result must not be differentiated.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return function
     free = {name for name in mesh.axis_names if name not in mesh.manual_axes}
+    if not free:
+        return function
+    # `check_vma` may be off, because nothing differentiates it: the callers are derivatives.
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
     )

@@ -1,6 +1,7 @@
 """What a block's backward pass keeps with train.remat=none, counted in the residuals of its vjp."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from meshtrain.data.source import Batch
 from meshtrain.grads import make_loss
 from meshtrain.monitor.warnings import marked_names
 from meshtrain.ops import kernels
-from meshtrain.parallel.remat import CUDNN_ATTENTION
+from meshtrain.parallel.remat import CUDNN_ATTENTION, rematerialised
 
 ROWS, LENGTH = 2, 128
 
@@ -105,6 +106,27 @@ def count(jaxpr, name):
         count(one, name) for equation in jaxpr.eqns for one in jaxprs_in_params(equation.params)
     ]
     return sum(inside) + sum(equation.primitive.name == name for equation in jaxpr.eqns)
+
+
+@pytest.mark.parametrize("windows", [(), (("attention", "lg"), ("window", 32))], ids=["", "mixed"])
+def test_cudnn_keeps_attention_and_its_statistics_once(windows, simulated_gpu):
+    """Where windows differ by layer too: then the kernels of both are in branches."""
+    keys = [f"--config.model.{key}={value}" for key, value in windows]
+    c = load_config("llama3", ["--config.train.dtype=bfloat16", *keys])
+    model = build_model(parse(c, num_devices=1))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
+    layers = jax.eval_shape(model.stack, params["layers"])
+    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+    x = jax.ShapeDtypeStruct((ROWS, LENGTH, c.model.d_model), jnp.bfloat16)
+    batch = Batch(jnp.zeros((ROWS, LENGTH), jnp.int32), None, None)
+    block = rematerialised(partial(model.block, batch=batch), "names:attention", in_loop=True)
+    jaxpr = jax.make_jaxpr(lambda layer, x: jax.vjp(block, layer, x)[1])(layer, x).jaxpr
+    given = {id(var) for var in jaxpr.invars}
+    kept = {id(var): var.aval for var in jaxpr.outvars if id(var) not in given}
+    num_heads = c.model.num_heads
+    out, statistics = (ROWS, LENGTH, num_heads, 128), (ROWS, num_heads, LENGTH)
+    assert sorted(aval.shape for aval in kept.values() if aval.ndim > 2) == [statistics, out]
 
 
 @pytest.mark.parametrize(("remat", "num_kernels"), [("full", 2), ("names:attention", 1)])

@@ -42,29 +42,29 @@ def zeros(*shape, dtype="bfloat16"):
 def test_the_kernels_are_used_with_the_fused_formulas(value, are_fused, by_hand):
     with kernels.use(value):
         assert kernels.are_fused() == are_fused
-        assert kernels.norm_by_hand(zeros(1, 8, 64)) == by_hand
-        assert kernels.loss_by_hand(zeros(1, 8, 64)) == by_hand
+        assert kernels.uses_norm_kernel(zeros(1, 8, 64)) == by_hand
+        assert kernels.uses_loss_kernel(zeros(1, 8, 64)) == by_hand
     assert not kernels.are_fused()
 
 
 def test_the_kernel_of_norms_takes_rows_that_fit_the_registers_and_are_not_sharded():
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     with kernels.use("pallas"):
-        assert kernels.norm_by_hand(zeros(1, 1, 8192))
-        assert not kernels.norm_by_hand(zeros(1, 1, 8193))
-        assert not kernels.norm_by_hand(zeros(8, 64))
+        assert kernels.uses_norm_kernel(zeros(1, 1, 8192))
+        assert not kernels.uses_norm_kernel(zeros(1, 1, 8193))
+        assert not kernels.uses_norm_kernel(zeros(8, 64))
         with jax.set_mesh(mesh), sharding.use_rules([("residual", "tensor")]):
-            assert not kernels.norm_by_hand(zeros(1, 8, 64))
-            assert kernels.norm_by_hand(zeros(1, 8, 63))
+            assert not kernels.uses_norm_kernel(zeros(1, 8, 64))
+            assert kernels.uses_norm_kernel(zeros(1, 8, 63))
 
 
 def test_the_kernel_of_the_loss_takes_all_but_float16_and_a_sharded_vocabulary():
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     with kernels.use("pallas"):
-        assert not kernels.loss_by_hand(zeros(1, 8, 64, dtype="float16"))
+        assert not kernels.uses_loss_kernel(zeros(1, 8, 64, dtype="float16"))
         with jax.set_mesh(mesh), sharding.use_rules([("vocab", "tensor")]):
-            assert not kernels.loss_by_hand(zeros(1, 8, 64))
-            assert kernels.loss_by_hand(zeros(1, 8, 63))
+            assert not kernels.uses_loss_kernel(zeros(1, 8, 64))
+            assert kernels.uses_loss_kernel(zeros(1, 8, 63))
 
 
 def test_pallas_is_imported_only_where_its_kernels_are_used():

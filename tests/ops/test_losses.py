@@ -160,6 +160,22 @@ def test_the_kernel_reads_blocks_that_the_vocabulary_does_not_fill(
         assert "pallas_call" in text
 
 
+def test_a_target_beyond_the_logits_has_no_score(monkeypatch):
+    """Also where the last block of the kernel goes beyond them."""
+    monkeypatch.setattr(loss_kernel, "BLOCK", 8)
+    targets = TARGETS.at[0, 0].set(V + 1)
+    options = dict(z_loss=0.0, vocab_size=V, softcap=0.0)
+
+    def loss(function):
+        grad_and_loss = jax.value_and_grad(lambda x: function(x, targets, WEIGHTS, **options).loss)
+        return grad_and_loss(LOGITS)
+
+    found, expected = loss(pallas_cross_entropy), loss(fused_cross_entropy)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
+
+
 def test_the_kernel_writes_the_gradient_over_the_logits_in_their_dtype():
     def loss(logits):
         return pallas_cross_entropy(

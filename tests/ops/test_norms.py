@@ -131,6 +131,21 @@ def test_the_kernel_adds_the_gradients_of_norm_and_residual(
         )
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 12), (3, 1, 7), (2, 5, 1), (1, 3, 130)], ids=str)
+def test_the_kernel_takes_any_number_of_rows_and_of_numbers_in_a_row(shape, x64):
+    x, grad, residual = RNG.normal(size=(3, *shape))
+    scale = RNG.normal(size=shape[-1])
+
+    def gradients(norm):
+        return jax.vjp(norm, x, scale, None)[1]((jnp.array(grad), jnp.array(residual)))
+
+    found = gradients(lambda *given: normalise_and_pass(*given, False, EPSILON))
+    expected = gradients(passing(lambda *given: formula(*given, False)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), found, expected
+    )
+
+
 def test_each_device_runs_the_kernel_on_its_rows(x64):
     """Batch and sequence are sharded, and so are, outside the layers, slices of the batch."""
     mesh = jax.make_mesh(

@@ -248,7 +248,7 @@ def _expected(
 
 def _group_of(label: Label) -> str:
     """Returns the group of an operation without matrix products, by its source line and pass."""
-    if "ops/loss" in label.source:
+    if any(file in label.source for file in ("ops/losses.py:", "ops/loss_kernel.py:")):
         return LOSS
     is_update = label.phase == "other" and any(file in label.source for file in AFTER_GRADIENTS)
     return OPTIMIZER if is_update else ELEMENTWISE

@@ -17,6 +17,7 @@ from meshtrain.config.schema import (
     SYNC_PATTERNS,
     MeshConfig,
 )
+from meshtrain.ops.kernels import why_not
 from meshtrain.parallel.sharding import ZERO_AXES
 from meshtrain.schedules import SCHEDULES
 from meshtrain.tools.verify import adapters
@@ -77,7 +78,9 @@ def _factors(case: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
     if case.is_transformer and "attention_impl" in model:
         factors.append([{"attention_impl": name} for name in ATTENTION_IMPLS])
         factors.append([{"loss_chunks": number} for number in LOSS_CHUNKS])
-        factors.append([{"kernels": name} for name in KERNELS if name != "auto"])
+        device = jax.devices()[0]
+        formulas = [name for name in KERNELS if name != "auto" and not why_not(name, device)]
+        factors.append([{"kernels": name} for name in formulas])
     return factors
 
 

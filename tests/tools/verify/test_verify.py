@@ -4,6 +4,7 @@ tests/mutants lists which bugs it finds.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from meshtrain.cli import app
 from meshtrain.config import load
 from meshtrain.data.source import Source
 from meshtrain.models import transformer
-from meshtrain.ops import blockwise, losses
+from meshtrain.ops import blockwise, kernels, losses
 from meshtrain.tools.verify import adapters, case, layouts, variants, verify
 from meshtrain.tools.verify.certificate import compare
 from meshtrain.tools.verify.laws import model as model_laws
@@ -286,6 +287,16 @@ def test_the_users_choice_of_attention_does_not_matter():
     with jax.enable_x64(True):
         own = case.VerifyCase(c, None, None, keep_sizes=False)
     assert (own.raw["model"]["attention_impl"], own.raw["model"]["loss_chunk_mib"]) == ("xla", 0)
+
+
+def test_layouts_have_the_formulas_that_the_devices_can_compute(quickstart, monkeypatch):
+    def formulas():
+        return {row["kernels"] for row in layouts.select(quickstart)}
+
+    assert formulas() == {"plain", "fused", "pallas"}
+    tpu = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    monkeypatch.setattr(layouts, "why_not", lambda name, _: kernels.why_not(name, tpu))
+    assert formulas() == {"plain", "fused"}
 
 
 def test_choices_of_the_model_are_varied_in_pairs(quickstart):
