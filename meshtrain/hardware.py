@@ -15,6 +15,9 @@ TABLE = Path(__file__).with_name("hardware.toml")
 # What a user's device file may set, besides its base.
 FILE_FIELDS = ("flops_16", "flops_32", "flops_8", "memory", "bandwidth", "link", "network")
 
+# Of compiler options, for a GPU on which none were measured.
+DEFAULT_PRESETS = ("cublas",)
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -52,6 +55,7 @@ class Device:
     flops_8: float = 0.0  # 0: as flops_16
     latency: float = 0.0  # seconds of a collective of no bytes, if it was measured
     factors: KernelFactors | None = None  # of kernels, if they were measured
+    presets: tuple[str, ...] = DEFAULT_PRESETS  # of compiler options, see config/schema.py
 
     def peak(self, itemsize: float) -> float:
         """Returns the peak FLOP/s of matrix products whose elements have `itemsize` bytes."""
@@ -73,6 +77,8 @@ def _device(name: str, values: dict[str, Any], table: dict[str, Device]) -> Devi
     """Returns the device of a section of hardware.toml; its base stands before it in the table."""
     base = values.pop("base", None)
     values["kinds"] = tuple(values["kinds"])
+    if "presets" in values:
+        values["presets"] = tuple(values["presets"])
     if "chip" in values:
         values["chip"] = Chip(**values["chip"])
     if "factors" in values:

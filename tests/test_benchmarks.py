@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from types import SimpleNamespace
 
 import jax
@@ -21,11 +22,11 @@ import pytest
 from benchmarks import lora
 from benchmarks.compare import gpu_settings, gpu_step, loss_curves
 from benchmarks.faults import injection
-from benchmarks.gpu import attention_statistics, run_queue
+from benchmarks.gpu import attention_statistics, presets, run_queue
 from benchmarks.lib import comparison, devices, gpu_models, record, settings
 from benchmarks.parallel import bandwidth, collectives, memory, scaling
 from benchmarks.plan import roofline
-from meshtrain import state
+from meshtrain import hardware, state
 from meshtrain.config.build import build
 from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
@@ -705,6 +706,7 @@ SCRIPTS_OF_ENTRIES = {
     "benchmarks/compare/gpu_settings.py": gpu_settings,
     "benchmarks/compare/gpu_step.py": gpu_step,
     "benchmarks/compare/loss_curves.py": loss_curves,
+    "benchmarks/gpu/presets.py": presets,
 }
 
 
@@ -722,6 +724,7 @@ def test_the_scripts_of_the_queue_know_its_flags(monkeypatch):
     assert len({one.name for one in entries}) == len(entries)
     assert all(one.minutes <= 4 for one in entries)
     monkeypatch.setattr(devices, "find", reach)
+    monkeypatch.setattr(presets.subprocess, "run", lambda command: reach())
     # This version may know none of the settings.
     monkeypatch.setattr(loss_curves, "known_settings", lambda args: (args.settings, {}))
     for one in entries:
@@ -802,6 +805,26 @@ def test_settings_at_toy_size(tmp_path):
     rows = [*run_queue.rows_of_settings(file.read_text())]
     assert [row.get("result") for row in rows] == [None, None, "skipped"]
     assert "4 rows, first step after" in rows[0]["note"]
+
+
+def test_a_faster_set_of_options_is_a_line_of_the_table_and_noise_is_not():
+    def line(kind, **milliseconds):
+        rows = [
+            {"settings": presets.KEY + name.replace("_and_", ","), "ms per step": time}
+            for name, time in milliseconds.items()
+        ]
+        about = {"devices": [kind], "model": "gpt2-124m", "versions": {"jax": "0.11.2"}}
+        return presets.line_of(about | {"date": "2026-11-29T01:02:03", "rows": rows})
+
+    found = line("NVIDIA H200", none=120.0, cublas=110.0, cublas_and_triton=109.5)
+    assert found.startswith(
+        'presets = ["cublas"]  # NVIDIA H200, gpt2-124m, jax 0.11.2, 2026-11-29'
+    )
+    assert "cublas 110 ms" in found
+    found = line("NVIDIA H200", none=120.0, cublas=110.0, cublas_and_cuda_graphs=100.0)
+    assert tomllib.loads(found) == {"presets": ["cublas", "cuda_graphs"]}
+    assert line("a card of a later year", none=100.0, cublas=110.0).startswith("presets = []")
+    assert {*presets.CANDIDATES} >= {"none", ",".join(hardware.DEFAULT_PRESETS)}
 
 
 def test_loss_curves_that_lead_elsewhere_are_a_fault():

@@ -235,6 +235,12 @@ def entries_of(found: Devices, *, toy: bool) -> list[Entry]:
             why_not=too_small,
         ),
         Entry(
+            "presets",
+            ["benchmarks/gpu/presets.py", f"--model={sized('gpt2-124m')}", *few],
+            output="presets.json",
+            read=rows_of_settings,
+        ),
+        Entry(
             "loss-curves",
             [*curves, "--settings", formulations()[0], formulations()[3]],
             output="curves.json",

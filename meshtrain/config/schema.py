@@ -233,7 +233,8 @@ class TrainConfig:
             },
         )
         faults += seed_faults("train.seed", self.seed)
-        faults += choice_faults("train.xla_preset", self.xla_preset, XLA_PRESET_NAMES)
+        for preset in self.xla_preset.split(","):
+            faults += choice_faults("train.xla_preset", preset, XLA_PRESET_NAMES)
         faults += choice_faults("train.kernels", self.kernels, KERNELS)
         faults += choice_faults("train.dtype", self.dtype, DTYPES)
         faults += choice_faults("train.param_dtype", self.param_dtype, STORED_DTYPES)

@@ -81,10 +81,11 @@ def get_config() -> ConfigDict:
     # largest number of layers per iteration of the loop over layers, if train.remat is "none"; GPU,
     # TPU: all or 1
     train.unroll = 12
-    # set of compiler options: "none"; "overlap", collectives overlap with computation, and XLA
-    # computes nothing again by itself to save memory; "cublas": cuBLAS computes the products, with
-    # bias and activation, and Triton none; "cuda_graphs"; "auto": on GPUs "cublas", on several
-    # "overlap" too, otherwise "none"
+    # sets of compiler options, with commas between: "none"; "overlap", collectives overlap with
+    # computation, and XLA computes nothing again by itself to save memory; "cublas": cuBLAS
+    # computes the products, with bias and activation, and Triton none; "cuda_graphs"; "auto": on
+    # GPUs "cublas", or what meshtrain/hardware.toml says of the GPU, on several also "overlap",
+    # otherwise "none"
     train.xla_preset = "auto"
     # formulas of norms, feed-forward and loss: "plain"; "fused", which have derivatives of their
     # own, read less memory and keep more; "pallas", the fused ones, with kernels written by hand

@@ -1,4 +1,4 @@
-"""XLA compiler options by preset, and a clear error for an option that XLA rejects."""
+"""XLA compiler options by preset, without options that this XLA rejects."""
 
 import os
 import re
@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jaxlib
 
+from meshtrain import hardware
 from meshtrain.config.schema import XLA_OPTIONS_ADDED_IN, XLA_OPTIONS_REMOVED_IN, XLA_PRESETS
-from meshtrain.errors import ConfigError
+from meshtrain.hardware import DEFAULT_PRESETS
 
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 PIPELINED_ALL_GATHER = "xla_gpu_enable_pipelined_all_gather"
@@ -21,24 +22,23 @@ DISABLED_PASSES = "xla_disable_hlo_passes"
 def options(
     preset: str, mesh: jax.sharding.Mesh, *, without: Collection[str] = ()
 ) -> dict[str, bool | int | str]:
-    """Returns the options of a preset that this version of XLA knows, but those in `without`.
+    """Returns the options of presets that this version of XLA knows, but those in `without`.
 
-    "auto" means "cublas" on GPUs, with "overlap" on several, else "none"; it leaves out what the
-    user sets in XLA_FLAGS.
+    `preset` is one, or several with commas between. "auto" means `presets_of(mesh)`, and leaves out
+    what the user sets in XLA_FLAGS.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    presets = [preset]
-    if preset == "auto":
-        presets = []
-        if mesh.devices.flat[0].platform == "gpu":
-            presets = ["cublas", "overlap"] if mesh.size > 1 else ["cublas"]
     version = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
+    is_auto = "auto" in preset.split(",")
+    values = {}
+    for one in preset.split(","):
+        for name in presets_of(mesh) if one == "auto" else [one]:
+            values |= XLA_PRESETS[name]
     chosen = {}
-    values = {name: value for one in presets for name, value in XLA_PRESETS[one].items()}
     for name, value in values.items():
         is_removed = name in XLA_OPTIONS_REMOVED_IN and version >= XLA_OPTIONS_REMOVED_IN[name]
         is_later = name in XLA_OPTIONS_ADDED_IN and version < XLA_OPTIONS_ADDED_IN[name]
-        is_users = preset == "auto" and name != DISABLED_PASSES and f"--{name}=" in flags
+        is_users = is_auto and name != DISABLED_PASSES and f"--{name}=" in flags
         if name not in without and not (is_removed or is_later or is_users):
             chosen[name] = value
     # The option would replace the passes that the user disables in XLA_FLAGS.
@@ -47,6 +47,16 @@ def options(
         passes = users_passes[-1].strip("'\"")
         chosen[DISABLED_PASSES] = f"{passes},{chosen[DISABLED_PASSES]}"
     return chosen
+
+
+def presets_of(mesh: jax.sharding.Mesh) -> list[str]:
+    """Returns the presets for the devices of a mesh: the GPU's own, and "overlap" on several."""
+    device = mesh.devices.flat[0]
+    if device.platform != "gpu":
+        return []
+    known = hardware.device_of(device.device_kind)
+    presets = list(known.presets if known else DEFAULT_PRESETS)
+    return [*presets, "overlap"] if mesh.size > 1 else presets
 
 
 def quick_compile_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
@@ -65,22 +75,34 @@ def quick_compile_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
 def compile_with(
     lowered: jax.stages.Lowered, compiler_options: dict[str, Any]
 ) -> jax.stages.Compiled:
-    """Compiles the program; raises ConfigError for an option that XLA does not know.
+    """Compiles the program, without the options that this XLA does not know or cannot use for it.
 
-    XLA's double buffering of loops fails for some programs, such as GPT-2 on fsdp=8 (jaxlib
-    0.10.2): these are compiled without it.
+    Each option that is left out is a line on stderr. XLA's double buffering of loops fails for some
+    programs, such as GPT-2 on fsdp=8 (jaxlib 0.10.2).
     """
-    try:
-        return lowered.compile(compiler_options=compiler_options)
-    except RuntimeError as error:  # JaxRuntimeError is one
-        if compiler_options.get(DOUBLE_BUFFERING) and "control predecessor" in str(error):
-            message = f"XLA cannot compile the step with {DOUBLE_BUFFERING}: without it"
+    left = dict(compiler_options)
+    while True:
+        try:
+            return lowered.compile(compiler_options=left)
+        except (RuntimeError, TypeError) as error:  # JaxRuntimeError is a RuntimeError
+            unknown = _unknown_option(str(error), left)
+            if unknown:
+                version = jaxlib.__version__
+                message = f"train.xla_preset: jaxlib {version} has no option {unknown}: without it"
+                del left[unknown]
+            elif left.get(DOUBLE_BUFFERING) and "control predecessor" in str(error):
+                message = f"XLA cannot compile the step with {DOUBLE_BUFFERING}: without it"
+                left[DOUBLE_BUFFERING] = False
+            else:
+                raise
             print(message, file=sys.stderr)
-            return compile_with(lowered, {**compiler_options, DOUBLE_BUFFERING: False})
-        unknown = re.search(r"No such compile option: '(\w+)'", str(error))
-        if unknown is None:
-            raise
-        raise ConfigError(
-            f"train.xla_preset: option {unknown[1]} is unknown to jaxlib {jaxlib.__version__}; "
-            f"use train.xla_preset=none"
-        ) from error
+
+
+def _unknown_option(error: str, options: Collection[str]) -> str:
+    """Returns the name of the option that this XLA does not know, or ""."""
+    found = re.search(r"No such compile option: '(\w+)'", error)
+    if found and found[1] in options:
+        return found[1]
+    # An attribute of the options instead of an option by name: an older jaxlib takes a number.
+    is_level = "incompatible function arguments" in error and OPTIMIZATION_LEVEL in options
+    return OPTIMIZATION_LEVEL if is_level else ""

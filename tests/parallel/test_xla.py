@@ -1,5 +1,6 @@
 """XLA compiler options by preset."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -7,6 +8,7 @@ import jaxlib
 import numpy as np
 import pytest
 
+from meshtrain import hardware
 from meshtrain.config import schema
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
@@ -17,8 +19,8 @@ from meshtrain.train import train
 from tests.lib.configs import tiny_config
 
 
-def fake_mesh(platform, size):
-    devices = np.array([SimpleNamespace(platform=platform)] * size)
+def fake_mesh(platform, size, kind="a GPU that no table has"):
+    devices = np.array([SimpleNamespace(platform=platform, device_kind=kind)] * size)
     return SimpleNamespace(devices=devices, size=size)
 
 
@@ -32,7 +34,7 @@ def test_this_version_of_xla_knows_every_option_of_a_preset(preset):
 
 
 def test_passes_that_the_user_disables_stay_disabled(monkeypatch):
-    mesh = SimpleNamespace(size=8, devices=np.array([SimpleNamespace(platform="gpu")]))
+    mesh = fake_mesh("gpu", 8)
     assert xla.options("overlap", mesh)["xla_disable_hlo_passes"] == "rematerialization"
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_disable_hlo_passes=algsimp,cse --xla_b=2")
     found = xla.options("overlap", mesh)["xla_disable_hlo_passes"]
@@ -100,11 +102,50 @@ def test_an_unknown_preset_is_rejected():
         parse(c, num_devices=8)
 
 
-def test_an_option_that_xla_does_not_know_is_reported_with_a_remedy(monkeypatch):
-    unknown = {"xla_gpu_of_an_earlier_year": True}
+def test_several_presets_are_joined_and_each_is_checked(tiny):
+    mesh = fake_mesh("gpu", 1)
+    both = xla.options("cublas", mesh) | xla.options("cuda_graphs", mesh)
+    assert len(both) == 3 and xla.options("cublas,cuda_graphs", mesh) == both
+    assert xla.options("auto,cuda_graphs", mesh) == both
+    tiny.train.xla_preset = "cublas,cuda_graph"
+    with pytest.raises(ConfigError, match="train.xla_preset='cuda_graph'.*cuda_graphs"):
+        parse(tiny, num_devices=8)
+
+
+def test_auto_takes_the_presets_of_the_gpu_in_the_table(monkeypatch):
+    h200 = hardware.devices()["h200"]
+    mesh = fake_mesh("gpu", 8, h200.kinds[0])
+    assert xla.presets_of(mesh) == [*h200.presets, "overlap"]
+    measured = dataclasses.replace(h200, presets=("cuda_graphs",))
+    monkeypatch.setattr(hardware, "device_of", {h200.kinds[0]: measured}.get)
+    assert xla.presets_of(mesh) == ["cuda_graphs", "overlap"]
+    assert xla.presets_of(fake_mesh("gpu", 1)) == ["cublas"]
+
+
+def test_options_that_xla_does_not_know_are_left_out_with_a_line(monkeypatch, capsys):
+    unknown = {"xla_gpu_of_a_later_year": True, "xla_gpu_of_an_earlier_year": 1}
     monkeypatch.setattr(xla, "options", lambda preset, mesh, without: unknown)
-    with pytest.raises(ConfigError, match="train.xla_preset: .*of_an_earlier_year.*=none"):
-        train(tiny_config())
+    train(tiny_config())
+    lines = [line for line in capsys.readouterr().err.splitlines() if "has no option" in line]
+    assert sorted(line.split()[-3] for line in lines) == [f"{name}:" for name in sorted(unknown)]
+    assert all(line.startswith(f"train.xla_preset: jaxlib {jaxlib.__version__}") for line in lines)
+
+
+def test_a_level_that_an_older_jaxlib_takes_as_a_number_is_left_out(capsys):
+    def compile(compiler_options):
+        if xla.OPTIMIZATION_LEVEL in compiler_options:
+            raise TypeError("(): incompatible function arguments. The following argument types")
+        return compiler_options
+
+    lowered = SimpleNamespace(compile=compile)
+    assert xla.compile_with(lowered, {xla.OPTIMIZATION_LEVEL: "O1", "xla_a": 1}) == {"xla_a": 1}
+    assert f"has no option {xla.OPTIMIZATION_LEVEL}" in capsys.readouterr().err
+    with pytest.raises(TypeError):
+        xla.compile_with(SimpleNamespace(compile=_raise_type_error), {"xla_a": 1})
+
+
+def _raise_type_error(compiler_options):
+    raise TypeError("(): incompatible function arguments")
 
 
 def test_other_compiler_errors_are_not_reported_as_unknown_options():
