@@ -10,18 +10,13 @@ or one row of 8,192 (Llama). Arguments after -- are overrides of the config, suc
 --config.train.remat=dots.
 """
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib import record
+from benchmarks.lib import audits, record
 
-ROOT = Path(__file__).resolve().parents[2]
 GPT2, LLAMA = ("gpt2", 64, {"seq_len": 1024}), ("llama3", 1, {"seq_len": 8192})
 LARGER = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "num_kv_heads": 16, "d_ff": 4096}
 LLAMA_1B = {"num_layers": 16, "d_model": 2048, "d_ff": 8192, "tie_embeddings": True}
@@ -45,21 +40,9 @@ def keys_of(model: str, size: int) -> list[str]:
 
 def audited(model: str, size: int, overrides: list[str]) -> dict:
     """Returns the figures of one case, or its error."""
-    keys = keys_of(model, size)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "audit.json")
-        flags = [f"--config={MODELS[model][0]}", f"--target=h200:{size}", f"--output={file}"]
-        done = subprocess.run(
-            [sys.executable, "-m", "meshtrain", "audit", *flags, *keys, *overrides],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            return {"model": model, "h200": size, "error": done.stderr.strip().splitlines()[-1]}
-        return {"model": model, "h200": size, "keys": keys + overrides} | json.loads(
-            file.read_text(encoding="utf-8")
-        )
+    keys = keys_of(model, size) + overrides
+    found = audits.audited(MODELS[model][0], f"h200:{size}", keys)
+    return {"model": model, "h200": size, "keys": keys} | found
 
 
 def row_of(case: dict) -> dict:
