@@ -23,7 +23,7 @@ from meshtrain.models.layers import (
 from meshtrain.models.rope import rope
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.parallel.remat import recomputed
-from meshtrain.parallel.sharding import constrain, gathered
+from meshtrain.parallel.sharding import constrain, gather_sequence, gathered
 
 # B batch, S sequence, D model, H heads, N head dim without rope, R with rope, K = N + R, V of a
 # value, Q latent of queries, C latent of keys and values, E = C + R what a token has for all heads
@@ -73,6 +73,7 @@ class LatentAttention(nnx.Module):
 
     def _down(self, x_BSD):
         """Returns the queries or their latents, and the latents of keys and values (B, S, E)."""
+        x_BSD = gather_sequence(x_BSD)
         if self.c.q_lora_rank:
             query = constrain(self.query_down(x_BSD), "batch", "seq", None)
         else:

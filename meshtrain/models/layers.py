@@ -22,7 +22,13 @@ from meshtrain.ops import kernels
 from meshtrain.ops.feed_forward import add_bias, gated_product, gelu
 from meshtrain.ops.norms import normalise, normalise_and_pass
 from meshtrain.parallel.remat import MLP_GATE, MLP_UP, recomputed
-from meshtrain.parallel.sharding import constrain, gathered, num_shards, with_active_rules
+from meshtrain.parallel.sharding import (
+    constrain,
+    gather_sequence,
+    gathered,
+    num_shards,
+    with_active_rules,
+)
 
 # B batch, S sequence, T positions of the cache, D model, H heads, G key/value heads, K head dim,
 # F feed-forward
@@ -142,6 +148,7 @@ class Attention(nnx.Module):
         return recomputed(self._combine, out_BSHK)
 
     def _project(self, x_BSD):
+        x_BSD = gather_sequence(x_BSD)
         q_BSHK = constrain(self.query(x_BSD), "batch", "seq", "heads", "head_dim")
         k_BSGK = constrain(self.key(x_BSD), "batch", "seq", "kv_heads", "head_dim")
         v_BSGK = constrain(self.value(x_BSD), "batch", "seq", "kv_heads", "head_dim")
@@ -234,6 +241,7 @@ class MLP(nnx.Module):
         return recomputed(self._combine, *projected)
 
     def _project(self, x_BSD):
+        x_BSD = gather_sequence(x_BSD)
         if self.gate is None:
             return (self.up(x_BSD),)
         return self.up(x_BSD), self.gate(x_BSD)
@@ -434,12 +442,12 @@ def flat_dot_general(x, kernel, dimension_numbers, **options):
     """Returns `lax.dot_general(x, kernel)`, computed with the batch dims of `x` flattened into one.
 
     The gradient of the kernel then contracts one dim. With two, XLA transposes both operands first,
-    which on CPU made the backward pass of a feed-forward layer 2.5 times slower. A sharded sequence
-    stays a dim of its own: no sharding describes it once it is merged with a sharded batch, so XLA
-    would gather it.
+    which on CPU made the backward pass of a feed-forward layer 2.5 times slower. A sequence that is
+    sharded, here or between blocks, stays a dim of its own: no sharding describes it once it is
+    merged with the batch, so XLA would gather it, or all-reduce instead of reduce-scatter.
     """
     ((contracted, kernel_contracted), no_batch) = dimension_numbers
-    if contracted[0] > 1 and num_shards("seq", x.shape[1]) > 1:
+    if contracted[0] > 1 and num_shards("residual_seq", x.shape[1]) > 1:
         return jax.lax.dot_general(x, kernel, dimension_numbers, **options)
     lead = x.shape[: contracted[0]]
     flat = x.reshape(-1, *x.shape[contracted[0] :])

@@ -237,6 +237,18 @@ def gathered(x: jax.Array, stored: Names, used: Names) -> jax.Array:
     return gather(x)
 
 
+def gather_sequence(x_BSD: jax.Array) -> jax.Array:
+    """Returns activations whose sequence is sharded as inside a layer, not as between blocks.
+
+    Where the rules shard it further between blocks, all matrices of a layer read one gathered
+    array, and its gradient is summed before it is scattered; XLA would do both for each matrix.
+    """
+    length = x_BSD.shape[1]
+    if num_shards("residual_seq", length) == num_shards("seq", length):
+        return x_BSD
+    return constrain(x_BSD, "batch", "seq", "residual")
+
+
 def active_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec:
     """Returns the PartitionSpec of an array by the active rules for these names."""
     mesh, rules = jax.sharding.get_abstract_mesh(), _active_rules.value

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.plan import published_steps, roofline
+from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 from meshtrain.tools.hlo import hlo, target, traffic
 from meshtrain.tools.plan.compiled import audited
@@ -176,6 +177,21 @@ def test_collectives_are_asynchronous_and_needed(case):
     assert sizes["true"] < 0.07 * sizes["false"] and found.figures["warnings"] == []
     unexplained = [row for row in found.figures["extra_bytes"] if not row[2]]
     assert unexplained == []
+
+
+def test_sequence_parallelism_scatters_and_gathers_once_for_all_matrices_of_a_layer():
+    """Of several rows, too, whose sums XLA would add up on every device."""
+    rules = (("residual_seq", ("context", "tensor")), *default.get_config().rules)
+    mesh = [f"--config.mesh.{axis}={size}" for axis, size in (("fsdp", 1), ("tensor", 8))]
+    figures = compiled(
+        "llama-8b", 8, TWO_LAYERS, *mesh, "--config.train.global_batch=2", f"--config.rules={rules}"
+    ).figures
+    sent = {row["kind"]: row["bytes"] for row in figures["roofline"]["transfers"]}
+    once = 7 / 8 * 2 * 2 * 8192 * 4096  # 2 rows in bfloat16
+    assert sent["all-reduce"] < 0.01 * once
+    # In each layer after attention and feed-forward, once more as attention is recomputed, and the
+    # gradients of both inputs; the embedding and the gradient of the head's input.
+    assert sent["reduce-scatter"] <= 1.01 * (2 * 5 + 2) * once
 
 
 def test_the_gradients_of_embedding_and_head_are_scattered():
