@@ -150,7 +150,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         machine,
         limit=limit,
         fixed=args.fix,
-        scale=machine.xla_factor * (args.measured or 1),
+        scale=args.measured or 1,
     )
     if plan.candidates and args.compile:
         plan = compiled.compile_best(

@@ -1,5 +1,6 @@
 """Reads the planner's input from a config. Nothing is compiled, and no file is read."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ def first_row(batch: Any) -> Any:
 
 def _work(cfg: Config, model: Model, params: Any, batch: Any) -> ModelWork:
     """Returns the model's work, with the bytes that a layer keeps for its backward pass."""
-    work = works.work_of(cfg, model, params, batch)
+    work = replace(works.work_of(cfg, model, params, batch), unroll=cfg.train.unroll)
     # What a layer keeps is traced: with attention that keeps what the kernels keep.
     if cfg.model.build == works.TRANSFORMER:
         model = build_model(cfg.with_keys({"model.attention_impl": TRACED_ATTENTION}))
