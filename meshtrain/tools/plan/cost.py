@@ -111,7 +111,8 @@ def step_cost(
     tensor = _tensor(w, p, machine, tokens) * (1 - overlap.tensor_hidden)
     tensor *= 1 + 0.5 * (again > 0.5 * forward)
     context = _context(w, p, machine, tokens, compute)
-    experts = _experts(w, p, machine, tokens)
+    # What "full" computes again gathers its tokens again.
+    experts = _experts(w, p, machine, tokens) * (1 + 0.25 * (again > 0.5 * forward))
     head = _head(w, p, machine, tokens, seq_len, overlap)
 
     turns = p.num_microbatches
@@ -241,16 +242,17 @@ def _head(
     stages = p.pipeline if overlap.head_on_all_stages else 1
     vocab = w.vocab_size / p.tensor
     product = 3 * _product(machine, tokens / stages, vocab, w.d_model)
-    chunks = _num_loss_chunks(w, p, seq_len)
+    chunks, _ = loss_chunks(w, p, seq_len)
     # Each chunk but the only one adds the gradient of the head to a float32 sum.
     sums = 8 * vocab * w.d_model * chunks if chunks > 1 else 0
     return product + machine.memory(5 * BYTES * tokens / stages * vocab + sums)
 
 
-def _num_loss_chunks(w: ModelWork, p: Layout, seq_len: int) -> int:
-    if not p.loss_chunk_mib:
-        return 1
-    return math.ceil(p.logits_bytes(w.vocab_size, seq_len) / (p.loss_chunk_mib * MIB))
+def loss_chunks(w: ModelWork, p: Layout, seq_len: int) -> tuple[int, float]:
+    """Returns the number of chunks of the loss, and the bytes of the float32 logits of one."""
+    logits = p.logits_bytes(w.vocab_size, seq_len)
+    number = max(1, math.ceil(logits / (p.loss_chunk_mib * MIB))) if p.loss_chunk_mib else 1
+    return number, logits / number
 
 
 def _held(w: ModelWork, p: Layout, overlap: OverlapModel) -> float:
@@ -322,14 +324,16 @@ def _gathers(
     num_layers = w.num_layers / p.pipeline
     layer = w.layer / p.tensor / p.expert
     head, others = w.vocab_size * w.d_model / p.tensor, w.others / p.tensor
-    is_tied = others < 1.5 * head  # one matrix: gathered for the embedding, it is there for the head
     # Chunks of the loss add the gradient of the head in float32.
-    head_bytes = 4 if _num_loss_chunks(w, p, seq_len) > 1 else overlap.scatter_bytes
-    last = scatter(others if is_tied else others - head, head_bytes if is_tied else BYTES)
-    start = gather(others if is_tied else others - head)
+    chunks, _ = loss_chunks(w, p, seq_len)
+    head_bytes = 4 if chunks > 1 else overlap.scatter_bytes
+    # One matrix that is tied is gathered for the embedding, and is there for the head.
+    embedding = others if w.is_tied else others - head
+    last = scatter(embedding, head_bytes if w.is_tied else overlap.scatter_bytes)
+    start = gather(embedding)
     forward = num_layers * gather(layer)
     backward = num_layers * scatter(layer, overlap.scatter_bytes)
-    if not is_tied:
+    if not w.is_tied:
         backward += scatter(head, head_bytes)
         if p.num_microbatches == 1:
             forward += gather(head)
@@ -364,7 +368,9 @@ def _gradients(
     if levels:
         by_sync = _synchronise(size, levels, p, machine)
         num //= p.members[0]
-    gathered_bytes = overlap.grad_bytes if not p.zero_stage else BYTES
+    # ZeRO stages 1 and 2 gather the new parameters instead of the sums.
+    gathers_params = p.zero_stage < 3 and p.zero_shards > 1 or overlap.data_holds_moments
+    gathered_bytes = BYTES if p.zero_stage and gathers_params else overlap.grad_bytes
     total = machine.collective(overlap.grad_bytes * size, num, stride)
     total += machine.collective(gathered_bytes * size, num, stride)
     return by_sync + max(total - overlap.data_hidden * backward, 0.1 * total)

@@ -79,8 +79,34 @@ def first_row(batch: Any) -> Any:
 
 def _work(cfg: Config, model: Model, params: Any, batch: Any) -> ModelWork:
     """Returns the model's work, with the bytes that a layer keeps for its backward pass."""
-    work = replace(works.work_of(cfg, model, params, batch), unroll=cfg.train.unroll)
+    work = replace(
+        works.work_of(cfg, model, params, batch),
+        unroll=cfg.train.unroll,
+        # Two moments are read and written; the rest is that of `ModelWork.update_bytes`.
+        update_bytes=18 + 4 * np.dtype(cfg.optim.moment_dtype).itemsize,
+    )
+    remats = [*REMATS] + [cfg.train.remat] * (cfg.train.remat not in REMATS)
+    if cfg.model.build != works.TRANSFORMER:
+        return works.with_kept(work, model, params, batch, cfg.train.dtype, remats)
+
     # What a layer keeps is traced: with attention that keeps what the kernels keep.
-    if cfg.model.build == works.TRANSFORMER:
-        model = build_model(cfg.with_keys({"model.attention_impl": TRACED_ATTENTION}))
-    return works.with_kept(work, model, params, batch, cfg.train.dtype, REMATS)
+    def traced(**changes: Any) -> ModelWork:
+        keys = {"model.attention_impl": TRACED_ATTENTION, **changes}
+        traced_model = build_model(cfg.with_keys(keys))
+        shapes = params
+        if changes:
+            init = states.params_initializer(traced_model, param_dtype=cfg.train.param_dtype)
+            shapes = jax.eval_shape(init, jax.random.key(0))
+        return works.with_kept(work, traced_model, shapes, batch, cfg.train.dtype, remats)
+
+    found = traced()
+    if work.heads * work.head_dim != work.d_model:
+        return found
+    # Flat queries are as wide as the residual stream, but sharded. With other heads they are not.
+    other_heads = traced(**{"model.head_dim": 2 * work.head_dim})
+    kept = []
+    for (remat, wide, other), (_, without_heads, _) in zip(
+        found.kept, other_heads.kept, strict=True
+    ):
+        kept.append((remat, without_heads, wide + other - without_heads))
+    return replace(found, kept=tuple(kept))

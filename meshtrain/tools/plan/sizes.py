@@ -37,6 +37,11 @@ class ModelWork:
     # others)
     kept: tuple[tuple[str, float, float], ...] = ()
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output head is the embedding: there is no second matrix of its size."""
+        return self.others < 1.5 * self.vocab_size * self.d_model
+
     def kept_bytes(self, remat: str) -> tuple[float, float]:
         """Returns the bytes that a layer keeps for a token.
 
