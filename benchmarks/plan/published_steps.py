@@ -33,7 +33,7 @@ from meshtrain.config.schema import AXES
 from meshtrain.tools.plan import compiled, from_config, memory
 from meshtrain.tools.plan.cost import PROGRAMS, OverlapModel, step_cost
 from meshtrain.tools.plan.layout import Layout, name_of
-from meshtrain.tools.plan.machine import ATTENTION, Machine
+from meshtrain.tools.plan.machine import ATTENTION, SUSTAINED, Machine
 from meshtrain.tools.plan.predict import layout_of
 from meshtrain.tools.plan.sizes import ModelWork, decoder
 
@@ -152,13 +152,14 @@ def rows(path: Path = STEPS) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def predicted(row: dict[str, str]) -> float:
-    """Returns the seconds of a step."""
+def predicted(row: dict[str, str], speed: float = 1.0) -> float:
+    """Returns the seconds of a step; `speed` multiplies the FLOP/s of the device."""
 
     def number(name: str) -> int:
         return int(float(row[name]))
 
     device, chips = DEVICES[row["hardware"]], number("chips")
+    device = dataclasses.replace(device, flops_16=speed * device.flops_16)
     if row["network"]:  # slower than the vendor's own servers
         device = dataclasses.replace(device, network=float(row["network"]))
     per_host = 8 if device.chip else chips // number("slices")
@@ -218,6 +219,48 @@ def _entry(name: str, raw: list[float], scaled: list[float], factor: float | Non
 
     entry = {"framework, chip": name, "steps": len(raw), "factor": factor}
     return entry | quantiles("", raw) | quantiles("scaled ", scaled)
+
+
+SHARES = np.arange(0.60, 1.001, 0.02)  # of the peak, that `held_out` tries
+
+
+def held_out(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Returns the errors of each source, without its own steps in what was fitted.
+
+    The only figures that published steps gave are those of SUSTAINED. For each source of steps of
+    these chips they are fitted again to the steps of all others.
+    """
+
+    def generation(row: dict[str, str]) -> str:
+        return Machine(DEVICES[row["hardware"]], 1, 1).generation
+
+    def source(row: dict[str, str]) -> str:
+        # A repository is one source, but for chips of which there is no other.
+        return row["source"] if generation(row) == "v6e" else row["source"].partition("@")[0]
+
+    table, all_errors = [], []
+    for name in ("hopper", "v6e"):
+        steps = [row for row in rows if generation(row) == name]
+        ratios = np.array(
+            [
+                [float(row["step_s"]) / predicted(row, share / SUSTAINED[name]) for row in steps]
+                for share in SHARES
+            ]
+        )
+        of_sources = np.array([source(row) for row in steps])
+        for one in dict.fromkeys(of_sources):
+            others = of_sources != one
+            best = np.argmin(np.abs(np.median(ratios[:, others], axis=1) - 1))
+            found = 100 * np.abs(1 / ratios[best, ~others] - 1)
+            all_errors += [*found]
+            table.append(_held_out_row(f"{name}: {one[:40]}", float(SHARES[best]), found))
+    return [*table, _held_out_row("all of them", None, np.array(all_errors))]
+
+
+def _held_out_row(name: str, share: float | None, found: np.ndarray) -> dict[str, Any]:
+    quantiles = {"median, %": np.median(found), "p90, %": np.quantile(found, 0.9)}
+    row = {"left out": name, "steps": len(found), "share of the others": share}
+    return row | {key: float(value) for key, value in quantiles.items()}
 
 
 def regrets(rows: list[dict[str, str]], least: int = 5) -> list[dict[str, Any]]:
@@ -339,7 +382,9 @@ def main():
     devices = ["h100-h200-a100-compiled-ahead"] if args.compile else ()
     results = record.about(args, devices=devices)
     results["errors"], results["regrets"] = errors(chosen), regrets(chosen)
+    results["held out"] = held_out(chosen)
     record.show(results["errors"])
+    record.show(results["held out"])
     record.show(results["regrets"])
     if args.compile:
         results["compiled"] = compiled_errors(args.compile)

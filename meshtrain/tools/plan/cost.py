@@ -193,7 +193,7 @@ def _layer(
     backward = 2 * sum(products) + attention_back + elementwise_back
     again = 0.0
     if p.remat != "none":
-        parts, of_attention = _recomputed(w, p.remat, overlap)
+        parts, of_attention = recomputed_parts(w, p.remat, overlap)
         again = elementwise + of_attention * attention
         again += sum(part * one for part, one in zip(parts, products, strict=True))
     # The chunk runs once more, whatever its layers recompute then.
@@ -214,7 +214,7 @@ def _stacked(w: ModelWork, p: Layout) -> float:
     return 4 * (wide + other / p.tensor)
 
 
-def _recomputed(
+def recomputed_parts(
     w: ModelWork, remat: str, overlap: OverlapModel
 ) -> tuple[tuple[float, ...], float]:
     """Returns which parts of a layer's products remat computes again, and of its attention."""

@@ -1,5 +1,6 @@
 """What a model computes for each token, and what it keeps: read from its config, or traced."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,6 @@ from meshtrain.parallel.remat import rematerialised
 from meshtrain.tools.plan.sizes import ModelWork, decoder
 
 TRANSFORMER = "meshtrain.models.transformer:build"
-KEPT_ROWS = 3  # rows of the batch by which `with_kept` traces a layer
 
 # T tokens
 
@@ -94,9 +94,10 @@ def with_kept(
     """
     if model.block is None:
         return replace(work, kept=tuple((remat, 0.0, 0.0) for remat in remats))
-    # Of several rows: with one, as many tokens as the model is wide would make arrays of tokens look
-    # like parameters.
-    batch = jax.tree.map(lambda leaf: leaf.update(shape=(KEPT_ROWS, *leaf.shape[1:])), batch)
+    # So many rows that no array of tokens has the shape of a parameter.
+    sizes = {size for leaf in jax.tree.leaves(params) for size in leaf.shape}
+    rows = next(n for n in itertools.count(1) if n * tokens_of(batch) not in sizes)
+    batch = jax.tree.map(lambda leaf: leaf.update(shape=(rows, *leaf.shape[1:])), batch)
     layer, x = _block_arguments(model, params, batch, dtype)
     num_tokens = tokens_of(batch)
     parameters = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layer)}

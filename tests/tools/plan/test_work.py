@@ -62,3 +62,33 @@ def test_what_a_layer_keeps_is_that_of_the_formulas_on_the_devices(platform, ext
 
     assert kept("auto", platform) == kept("plain", platform) + extra
     assert kept("fused", platform) == kept("plain", platform) + 2 * 4 * 64 + 16
+
+
+@pytest.mark.parametrize("tokens", [32, 64])
+def test_flat_queries_are_sharded_over_tensor(tokens):
+    """They are as wide as the residual stream, but sharded with the heads.
+
+    With "dots" a layer keeps its input and the last product of attention, which are not. That there
+    are as many tokens as the model is wide changes nothing.
+    """
+    c = CONFIGS["llama3"].get_config()
+    c.model.update(num_layers=2, d_model=64, num_heads=8, num_kv_heads=4, d_ff=160, vocab_size=256)
+    c.data.seq_len = c.model.max_seq_len = tokens
+    found = from_config.plan_input(parse(c), platform="gpu").work
+    wide, other = found.kept_bytes("dots")
+    assert wide == 2 * 2 * 64
+    # Queries, keys, values, up and gate; statistics of two norms in float32.
+    assert other == pytest.approx(2 * (64 + 2 * 32 + 2 * 160), abs=64)
+
+
+def test_names_that_save_nothing_keep_nothing_more():
+    c = CONFIGS["llama3"].get_config()
+    c.model.update(num_layers=2, d_model=64, num_heads=8, num_kv_heads=4, d_ff=160, vocab_size=256)
+    c.data.seq_len = c.model.max_seq_len = 32
+
+    def kept(remat):
+        c.train.remat = remat
+        return from_config.plan_input(parse(c), platform="gpu").work.kept_bytes(remat)
+
+    assert kept("names:mlp") == kept("full")
+    assert sum(kept("names:mlp_up,mlp_gate")) == sum(kept("full")) + 2 * 2 * 160
