@@ -72,8 +72,9 @@ class Machine:
     @property
     def generation(self) -> str:
         """What the tables above name: of GPUs, those with the instructions of Hopper, or older."""
-        if self.kind == "gpu":
-            return "hopper" if float(self.device.chip.capability) >= 9 else "ampere"
+        chip = self.device.chip
+        if self.kind == "gpu" and chip:
+            return "hopper" if float(chip.capability) >= 9 else "ampere"
         return self.device.name
 
     @property
