@@ -202,13 +202,17 @@ def _layer(
     return forward, backward, again
 
 
+def has_loop(w: ModelWork, p: Layout) -> bool:
+    """Returns whether the compiled step runs its layers in a loop; of stages, over the ticks."""
+    return p.remat != "none" or p.pipeline > 1 or w.num_layers > w.unroll
+
+
 def _stacked(w: ModelWork, p: Layout) -> float:
     """Returns the bytes that a loop over the layers moves for each token of a layer.
 
     What a layer keeps for its backward pass is copied into an array of all layers, and from it.
     """
-    is_loop = p.remat != "none" or w.num_layers / p.pipeline > w.unroll
-    if not (w.kept and is_loop):
+    if not (w.kept and has_loop(w, p)):
         return 0.0
     wide, other = w.kept_bytes(p.remat)
     return 4 * (wide + other / p.tensor)

@@ -1,7 +1,7 @@
 """Bytes that a step needs on each device, in closed form; those of the state are exact."""
 
 from meshtrain.config import schema
-from meshtrain.tools.plan.cost import loss_chunks
+from meshtrain.tools.plan.cost import has_loop, loss_chunks
 from meshtrain.tools.plan.layout import Layout, StateBytes
 from meshtrain.tools.plan.sizes import BYTES, ModelWork
 
@@ -32,8 +32,7 @@ def parts(work: ModelWork, layout: Layout, state: StateBytes, seq_len: int) -> d
         kept = p.table.num_slots * (residual if p.keep == "inputs" else chunk)
         # Compiled programs hold what the backward pass of a chunk recomputes twice.
         recomputed = (2 * chunk if p.keep == "inputs" else 0.0) + one_layer
-    is_loop = p.remat != "none" or layers_per_stage > w.unroll
-    if p.pipeline == 1 and p.num_microbatches == 1 and not is_loop:
+    if p.num_microbatches == 1 and not has_loop(w, p):
         # A loop over the layers has the gradients of all from its start. Without one, those of a
         # layer come when what the layer kept is gone.
         of_layers = layers_per_stage * w.layer / p.expert / p.tensor
