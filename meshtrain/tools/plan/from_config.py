@@ -1,5 +1,6 @@
 """Reads the planner's input from a config. Nothing is compiled, and no file is read."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -100,10 +101,14 @@ def _work(cfg: Config, model: Model, params: Any, batch: Any) -> ModelWork:
         return works.with_kept(work, traced_model, shapes, batch, cfg.train.dtype, remats)
 
     found = traced()
-    if work.heads * work.head_dim != work.d_model:
+    heads = (work.heads, work.kv_heads)
+    if work.d_model not in [num * work.head_dim for num in heads]:
         return found
-    # Flat queries are as wide as the residual stream, but sharded. With other heads they are not.
-    other_heads = traced(**{"model.head_dim": 2 * work.head_dim})
+    # Flat queries or keys are as wide as the residual stream, but sharded. With heads of another
+    # width (even, as rotations need) they are not.
+    wider = itertools.count(work.head_dim + 2, 2)
+    head_dim = next(K for K in wider if work.d_model not in [num * K for num in heads])
+    other_heads = traced(**{"model.head_dim": head_dim})
     kept = []
     for (remat, wide, other), (_, without_heads, _) in zip(
         found.kept, other_heads.kept, strict=True
