@@ -95,6 +95,21 @@ def prepare(args: argparse.Namespace, config: Any) -> None:
     args.fix = constraints.values(flags)
     args.fixed_by = {flag.partition("=")[0].rpartition(".")[2]: name for name, flag in flags}
     args.measured = machines.measured_factor(args.measured) if args.measured else None
+    _leave_out_what_is_chosen(config)
+
+
+def _leave_out_what_is_chosen(config: Any) -> None:
+    """Sets the mesh and the micro-batches of a config to 1: the plan chooses them.
+
+    Otherwise a config that is right on its own mesh would be rejected for another batch.
+    """
+    from meshtrain.config.schema import AXES
+
+    keys = [("mesh", axis) for axis in AXES] + [("train", "num_microbatches")]
+    for section, key in keys:
+        # What is no number stays, to be reported.
+        if isinstance(config.get(section, {}).get(key), int):
+            config[section][key] = 1
 
 
 def _flag_faults(args: argparse.Namespace) -> list[str]:
@@ -150,7 +165,7 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
         machine,
         limit=limit,
         fixed=args.fix,
-        scale=machine.xla_factor * (args.measured or 1),
+        scale=args.measured or 1,
     )
     if plan.candidates and args.compile:
         plan = compiled.compile_best(

@@ -72,7 +72,6 @@ def resolve(
         machine,
         limit=limit,
         fixed=fixed,
-        scale=machine.xla_factor,
         overlap=MEASURED_OVERLAP if machine.kind == "measured" else None,
     )
     if not plan.candidates:

@@ -1,5 +1,7 @@
 """Reads the planner's input from a config. Nothing is compiled, and no file is read."""
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -78,8 +80,38 @@ def first_row(batch: Any) -> Any:
 
 def _work(cfg: Config, model: Model, params: Any, batch: Any) -> ModelWork:
     """Returns the model's work, with the bytes that a layer keeps for its backward pass."""
-    work = works.work_of(cfg, model, params, batch)
+    work = replace(
+        works.work_of(cfg, model, params, batch),
+        unroll=cfg.train.unroll,
+        # Two moments are read and written; the rest is that of `ModelWork.update_bytes`.
+        update_bytes=18 + 4 * np.dtype(cfg.optim.moment_dtype).itemsize,
+    )
+    remats = [*REMATS] + [cfg.train.remat] * (cfg.train.remat not in REMATS)
+    if cfg.model.build != works.TRANSFORMER:
+        return works.with_kept(work, model, params, batch, cfg.train.dtype, remats)
+
     # What a layer keeps is traced: with attention that keeps what the kernels keep.
-    if cfg.model.build == works.TRANSFORMER:
-        model = build_model(cfg.with_keys({"model.attention_impl": TRACED_ATTENTION}))
-    return works.with_kept(work, model, params, batch, cfg.train.dtype, REMATS)
+    def traced(**changes: Any) -> ModelWork:
+        keys = {"model.attention_impl": TRACED_ATTENTION, **changes}
+        traced_model = build_model(cfg.with_keys(keys))
+        shapes = params
+        if changes:
+            init = states.params_initializer(traced_model, param_dtype=cfg.train.param_dtype)
+            shapes = jax.eval_shape(init, jax.random.key(0))
+        return works.with_kept(work, traced_model, shapes, batch, cfg.train.dtype, remats)
+
+    found = traced()
+    heads = (work.heads, work.kv_heads)
+    if work.d_model not in [num * work.head_dim for num in heads]:
+        return found
+    # Flat queries or keys are as wide as the residual stream, but sharded. With heads of another
+    # width (even, as rotations need) they are not.
+    wider = itertools.count(work.head_dim + 2, 2)
+    head_dim = next(K for K in wider if work.d_model not in [num * K for num in heads])
+    other_heads = traced(**{"model.head_dim": head_dim})
+    kept = []
+    for (remat, wide, other), (_, without_heads, _) in zip(
+        found.kept, other_heads.kept, strict=True
+    ):
+        kept.append((remat, without_heads, wide + other - without_heads))
+    return replace(found, kept=tuple(kept))

@@ -1,5 +1,6 @@
 """The devices as the planner sees them: sustained speeds, and the links along each mesh axis."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -16,25 +17,38 @@ from meshtrain.cluster import limits
 from meshtrain.errors import ConfigError
 from meshtrain.hardware import Device
 
-# What is sustained, as a part of the data sheet's figure. Fitted to half of the published steps
-# that benchmarks/plan/published_steps.py predicts (its table names them), and of the size that
-# others measured: matrix products by cuBLAS on A100 and H100, 230 to 260 of 312 and 650 to 750 of
-# 989 TFLOP/s; NCCL inside a host 394 of 450 GB/s on 8 H100.
-PRODUCTS = {"gpu": 0.74, "tpu": 0.85, "measured": 1.0}
+# What is sustained, as a part of the data sheet's figure; all are others' measurements of kernels,
+# not of steps. Large matrix products by cuBLAS: 779 of 989 TFLOP/s on H200, 250 of 312 on A100. A
+# product whose middle dim (of M, N and K) is D reaches D / (D + PRODUCT_DIM) of that, as fewer
+# blocks share what they read: 685 TFLOP/s on H200 at 768 (profile in hardware.toml).
+PRODUCTS = {"gpu": 0.80, "tpu": 0.85, "measured": 1.0}
+PRODUCT_DIM = {"gpu": 120, "tpu": 0, "measured": 0}
 
-# Forward, backward.
-ATTENTION = {"gpu": (0.55, 0.45), "tpu": (0.45, 0.40), "measured": (0.5, 0.5)}
-MEMORY = 0.80
+# Of the speed of one device, what each of several sustains for hours: kernels of collectives take
+# cores, and the power is limited. On Hopper that of NeMo's steps (half of the published steps of
+# GPUs with its kernels are of other trainers, and not used); on v6e that of MaxText's.
+SUSTAINED = {"hopper": 0.82, "ampere": 1.0, "v6e": 0.79}
+
+# Fused attention, forward and backward, of long rows with a head dim from 128 on: by cuDNN on
+# Hopper (arXiv 2407.08608, figures 5 and 6), by FlashAttention-2 on Ampere (arXiv 2307.08691,
+# figures 5 and 6). Rows of S tokens reach S / (S + ATTENTION_ROW) of it: the diagonal blocks are
+# computed in full, and few blocks share what they read. Half the head dim halves the products of an
+# exponential, not the exponentials.
+ATTENTION = {"hopper": (0.60, 0.50), "ampere": (0.70, 0.58), "tpu": (0.45, 0.40)}
+ATTENTION["measured"] = (0.5, 0.5)
+ATTENTION_ROW = {"gpu": 512, "tpu": 0, "measured": 0}
+# Of Hopper's peak with the instructions of Ampere, which older kernels have (arXiv 2402.13499).
+AMPERE_INSTRUCTIONS = 0.62
+
+# Of the bandwidth, what norms, elementwise operations, the loss and the optimizer reach together
+# (profile in hardware.toml).
+MEMORY = {"gpu": 0.70, "tpu": 0.80, "measured": 0.80}
 LINK = 0.80
 NETWORK = 0.65
 
 # Seconds of an operation that does nothing.
 LAUNCH = {"gpu": 4e-6, "tpu": 1e-6, "measured": 10e-6}
 
-# Measured / predicted of trainers that XLA compiles, the median of their published steps: nothing
-# is tuned by hand. Those on GPUs are on several. On one H200, meshtrain's own steps took 1.00 and
-# 0.97 of the prediction.
-XLA = {"gpu": 1.25, "tpu": 1.0, "measured": 1.0}
 LATENCY = {"link": 10e-6, "network": 30e-6}  # seconds of a collective of no bytes
 
 
@@ -56,21 +70,58 @@ class Machine:
         return "gpu" if self.device.chip else "tpu"
 
     @property
-    def xla_factor(self) -> float:
-        """The factor of a predicted step: that of XLA on several devices, 1 on one."""
-        return XLA[self.kind] if self.num_devices > 1 else 1.0
+    def generation(self) -> str:
+        """What the tables above name: of GPUs, those with the instructions of Hopper, or older."""
+        chip = self.device.chip
+        if self.kind == "gpu" and chip:
+            return "hopper" if float(chip.capability) >= 9 else "ampere"
+        return self.device.name
 
-    def products(self, flops: float, num_bytes: float) -> float:
-        """Returns the seconds of a 16-bit matrix product that reads and writes `num_bytes`."""
-        return flops / (self.device.flops_16 * PRODUCTS[self.kind]) + self.memory(num_bytes)
+    @property
+    def peak(self) -> float:
+        """The FLOP/s of 16-bit products, less what several devices do not sustain."""
+        share = SUSTAINED.get(self.generation, 1.0) if self.num_devices > 1 else 1.0
+        return share * self.device.flops_16
 
-    def attention(self, flops: float, *, backward: bool) -> float:
-        """Returns the seconds of fused attention."""
-        return flops / (self.device.flops_16 * ATTENTION[self.kind][backward])
+    def product(self, m: float, n: float, k: float, itemsize: int) -> float:
+        """Returns the seconds of a 16-bit matrix product (m, k) x (k, n)."""
+        middle = sorted((m, n, k))[1]
+        share = PRODUCTS[self.kind] * middle / (middle + PRODUCT_DIM[self.kind])
+        return self._kernel(2 * m * n * k, share, itemsize * (m * k + k * n + m * n))
+
+    def batched_products(self, flops: float, num_bytes: float) -> float:
+        """Returns the seconds of small products, one after the other with what they move."""
+        return flops / (self.peak * PRODUCTS[self.kind]) + self.memory(num_bytes)
+
+    def _kernel(self, flops: float, share: float, num_bytes: float) -> float:
+        """Returns the seconds of a kernel that moves bytes while it computes."""
+        return max(flops / (self.peak * share), self.memory(num_bytes))
+
+    def attention(
+        self,
+        flops: float,
+        seq_len: float,
+        head_dim: float,
+        *,
+        backward: bool,
+        shares: tuple[float, float] | None = None,
+    ) -> float:
+        """Returns the seconds of fused attention.
+
+        `shares` are those of a kernel with Ampere's instructions; None: of the best one.
+        """
+        peak = self.peak
+        if shares and self.generation == "hopper":
+            peak *= AMPERE_INSTRUCTIONS
+        kind = self.generation if self.kind == "gpu" else self.kind
+        share = (shares or ATTENTION[kind])[backward]
+        if self.kind == "gpu":
+            share *= min(1.0, math.sqrt(head_dim / 128))
+        return flops / (peak * share * seq_len / (seq_len + ATTENTION_ROW[self.kind]))
 
     def memory(self, num_bytes: float) -> float:
         """Returns the seconds in which a device reads or writes these bytes."""
-        return num_bytes / (self.device.bandwidth * MEMORY)
+        return num_bytes / (self.device.bandwidth * MEMORY[self.kind])
 
     def link_of(self, size: int, stride: int) -> str:
         """Returns the slowest link along an axis of `size` devices that are `stride` apart.

@@ -1,7 +1,7 @@
 """Bytes that a step needs on each device, in closed form; those of the state are exact."""
 
 from meshtrain.config import schema
-from meshtrain.ops.losses import MIB
+from meshtrain.tools.plan.cost import has_loop, loss_chunks
 from meshtrain.tools.plan.layout import Layout, StateBytes
 from meshtrain.tools.plan.sizes import BYTES, ModelWork
 
@@ -32,22 +32,33 @@ def parts(work: ModelWork, layout: Layout, state: StateBytes, seq_len: int) -> d
         kept = p.table.num_slots * (residual if p.keep == "inputs" else chunk)
         # Compiled programs hold what the backward pass of a chunk recomputes twice.
         recomputed = (2 * chunk if p.keep == "inputs" else 0.0) + one_layer
+    if p.num_microbatches == 1 and not has_loop(w, p):
+        # A loop over the layers has the gradients of all from its start. Without one, those of a
+        # layer come when what the layer kept is gone.
+        of_layers = layers_per_stage * w.layer / p.expert / p.tensor
+        of_layers *= state.gradients / ((of_layers + w.others / p.tensor) or 1)
+        kept = max(kept - of_layers, one_layer)
 
+    num_chunks, logits = loss_chunks(w, p, seq_len)
+    head = w.vocab_size * w.d_model / p.tensor
     gathered = 0.0
     if p.zero_stage == 3 and p.zero_shards > 1:
-        # A layer, the next one, and float32 gradients; the output head and its gradients.
+        # A layer, the next one, and float32 gradients; the output head and its gradients, which
+        # chunks of the loss add in float32.
         gathered = w.layer / p.tensor / p.expert * (2 * BYTES + 4)
-        gathered += w.vocab_size * w.d_model / p.tensor * (BYTES + 4)
-
-    logits = p.logits_bytes(w.vocab_size, seq_len)
-    if p.loss_chunk_mib:
-        logits = min(logits, p.loss_chunk_mib * MIB)
+        gathered += head * (BYTES + (4 if num_chunks > 1 else BYTES))
+        if p.num_microbatches > 1 and p.pipeline == 1:
+            gathered += BYTES * max(w.others / p.tensor - head, 0)  # once for all micro-batches
+        elif w.is_tied:
+            gathered += BYTES * head  # the embedding, which the head reads transposed
 
     has_residual = p.members[0] > 1 and schema.has_sync_feedback(p.sync)
     return {
         "parameters": state.params,
         "optimizer state": state.opt_state,
         "gradients": state.gradients,
+        # Those of one micro-batch, beside the sums; stages add theirs in place.
+        "own gradients": state.gradients if p.num_microbatches > 1 == p.pipeline else 0,
         # Of compressed gradients, what the last step lost: as large as the gradients.
         "residual": state.gradients if has_residual else 0,
         "activations": kept,

@@ -29,7 +29,7 @@ def step_seconds(
     machine = Machine(device, num_devices, min(per_host, num_devices))
     row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), batch)
     work = work_of(cfg, model, params, row)
-    return machine.xla_factor * step_cost(work, layout, machine, tokens_of(row)).seconds
+    return step_cost(work, layout, machine, tokens_of(row)).seconds
 
 
 def layout_of(cfg: Config) -> Layout:

@@ -13,7 +13,7 @@ from meshtrain.ops.losses import MIB
 from meshtrain.tools.plan import memory
 from meshtrain.tools.plan.constraints import KEYS, mesh_faults
 from meshtrain.tools.plan.cost import Cost, OverlapModel, step_cost
-from meshtrain.tools.plan.layout import REMATS, Layout, overrides, with_layout
+from meshtrain.tools.plan.layout import Layout, overrides, with_layout
 from meshtrain.tools.plan.machine import Machine
 from meshtrain.tools.plan.plan_input import PlanInput
 
@@ -182,7 +182,7 @@ def layouts(plan_input: PlanInput, machine: Machine, fixed: Mapping[str, Any]) -
         choices = {
             "zero_stage": (3, 1) if mesh.zero_shards > 1 else (3,),
             "num_microbatches": divisors(rows_per_shard),
-            "remat": REMATS,
+            "remat": [name for name, *_ in plan_input.work.kept],
         }
         for name in choices.keys() & fixed.keys():
             choices[name] = (fixed[name],)

@@ -28,9 +28,19 @@ class ModelWork:
         1.0  # mean number of positions that a token may attend to, as a part of the sequence
     )
     num_experts: int = 0
+    is_gated: bool = True  # the MLP multiplies its hidden layer by a gate
+    unroll: int = 1  # most layers that the compiled program has one after the other, without a loop
+    # Bytes that the optimizer reads and writes of a parameter: AdamW's four arrays in float32, the
+    # gradient once more for its norm, and the parameter in the compute dtype.
+    update_bytes: float = 34
     # (remat, bytes that a layer keeps for each token: of arrays as wide as the residual stream, of
     # others)
     kept: tuple[tuple[str, float, float], ...] = ()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output head is the embedding: there is no second matrix of its size."""
+        return self.others < 1.5 * self.vocab_size * self.d_model
 
     def kept_bytes(self, remat: str) -> tuple[float, float]:
         """Returns the bytes that a layer keeps for a token.
@@ -67,4 +77,5 @@ def decoder(
         kv_heads=num_kv_heads,
         head_dim=head_dim,
         width=d_ff,
+        is_gated=gated,
     )

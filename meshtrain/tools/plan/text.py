@@ -18,7 +18,7 @@ GB = 1e9
 # Tenth and ninetieth percentile of measured / predicted over the published steps that
 # benchmarks/plan/published_steps.py predicts: of other frameworks as they are, and of each
 # framework after one factor, which --measured takes from a run.
-RANGE, RANGE_MEASURED = (0.91, 1.43), (0.89, 1.21)
+RANGE, RANGE_MEASURED = (0.93, 1.20), (0.92, 1.16)
 COMPUTE = ("products and attention", "head")
 
 

@@ -1,5 +1,6 @@
 """What a model computes for each token, and what it keeps: read from its config, or traced."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -93,6 +94,10 @@ def with_kept(
     """
     if model.block is None:
         return replace(work, kept=tuple((remat, 0.0, 0.0) for remat in remats))
+    # So many rows that no array of tokens has the shape of a parameter.
+    sizes = {size for leaf in jax.tree.leaves(params) for size in leaf.shape}
+    rows = next(n for n in itertools.count(1) if n * tokens_of(batch) not in sizes)
+    batch = jax.tree.map(lambda leaf: leaf.update(shape=(rows, *leaf.shape[1:])), batch)
     layer, x = _block_arguments(model, params, batch, dtype)
     num_tokens = tokens_of(batch)
     parameters = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layer)}

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from benchmarks.lib import gpu_models
+from benchmarks.plan import compiled_steps
 from benchmarks.plan import published_steps as replay
 from meshtrain import hardware
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import SyncConfig
 from meshtrain.tools.plan import from_config
-from meshtrain.tools.plan.cost import levels_of, step_cost
+from meshtrain.tools.plan.cost import OverlapModel, levels_of, recomputed_parts, step_cost
 from meshtrain.tools.plan.layout import Layout
-from meshtrain.tools.plan.machine import Machine
+from meshtrain.tools.plan.machine import ATTENTION, SUSTAINED, Machine
 from tests.lib.paths import ROOT
 from tests.lib.plans import H100, SMALL, cost
 
@@ -29,9 +30,19 @@ def published():
 def test_the_error_on_published_steps(published):
     *_, total = replay.errors(published)
     assert total["steps"] > 200
-    assert total["scaled median, %"] <= 8 and total["scaled p90, %"] <= 25
-    nemo = next(row for row in replay.errors(published) if row["framework, chip"] == "nemo, h100")
-    assert nemo["p90, %"] <= 8
+    assert total["median, %"] <= 8 and total["p90, %"] <= 25
+    assert total["scaled median, %"] <= 6 and total["scaled p90, %"] <= 20
+    by_name = {row["framework, chip"]: row for row in replay.errors(published)}
+    assert by_name["nemo, h100"]["p90, %"] <= 8
+    assert by_name["maxtext, h100"]["median, %"] <= 12
+    assert by_name["maxtext, h200"]["median, %"] <= 12
+
+
+@pytest.mark.slow
+def test_the_error_on_sources_that_were_left_out(published):
+    *_, total = replay.held_out(published)
+    assert total["steps"] > 70
+    assert total["median, %"] <= 8 and total["p90, %"] <= 25
 
 
 def test_the_first_pick_is_nearly_the_fastest(published):
@@ -40,18 +51,61 @@ def test_the_first_pick_is_nearly_the_fastest(published):
     assert all(row["regret, %"] <= 5 for row in found)
 
 
-@pytest.mark.parametrize("model", ["gpt2-124m", "llama3-8b"])
-def test_the_error_on_our_own_steps_on_one_gpu(model):
-    (file,) = (ROOT / "benchmarks" / "results").glob(f"{model}_nvidia-h200-x1_*.json")
-    record = json.loads(file.read_text())
-    c = gpu_models.settings(model, rows=record["batch"])
+# What the audit of today's program expects, compiled for one H200 by jax 0.12, from factors that
+# were measured for each kind of kernel; the program that ran there was older, and plain.
+@pytest.mark.parametrize(
+    ("model", "rows", "remat", "milliseconds"),
+    [
+        ("gpt2-124m", 64, "none", 110.0),
+        ("llama3-8b", 1, "full", 441.4),
+        ("llama3-8b", 1, "none", 372.0),
+        ("llama3-8b", 8, "full", 2987.7),
+    ],
+)
+def test_the_error_on_our_own_steps_on_one_gpu(model, rows, remat, milliseconds):
+    c = gpu_models.settings(model, rows=rows)
     plan_input = from_config.plan_input(parse(c), platform="gpu")
     machine = Machine(hardware.devices()["h200"], 1, 1)
-    layout = Layout(rows=record["batch"], zero_stage=c.train.zero_stage, remat=c.train.remat)
-    seconds = (
-        step_cost(plan_input.work, layout, machine, plan_input.seq_len).seconds * machine.xla_factor
+    layout = Layout(
+        rows=rows,
+        zero_stage=c.train.zero_stage,
+        remat=remat,
+        loss_chunk_mib=plan_input.loss_chunk_mib,
     )
-    assert 1e3 * seconds == pytest.approx(record["rows"][0]["ms per step"], rel=0.05)
+    seconds = step_cost(plan_input.work, layout, machine, plan_input.seq_len).seconds
+    assert 1e3 * seconds == pytest.approx(milliseconds, rel=0.04)
+    for file in (ROOT / "benchmarks" / "results").glob(f"{model}_nvidia-h200-x1_*.json"):
+        record = json.loads(file.read_text())
+        if (record["batch"], c.train.remat) == (rows, remat):
+            measured = record["rows"][0]["ms per step"]
+            assert 0.85 * measured < 1e3 * seconds < measured
+
+
+STEPS = {row["name"]: row for row in compiled_steps.rows()}
+# Layers without a loop inside one over micro-batches (jax 0.12 holds more), experts of whom the
+# loss holds less, and a small step.
+LARGER_ERRORS = {"8b8-f8-m4r2-none": 0.20, "q3m2-f8e8": 0.25, "qwen3-f8-none": 0.12}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("8b8-f8", "gpt2-d8-m4", "gpt2-1-r64-dots", "8b8-d8f8")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in STEPS
+    ],
+)
+def test_memory_and_exposed_collectives_are_those_of_compiled_programs(name):
+    row = STEPS[name]
+    _, size, exposed = compiled_steps.prediction(row)
+    for version in ("0.12", "0.10"):
+        most = LARGER_ERRORS.get(name, 0.107)
+        assert size == pytest.approx(float(row[f"bytes {version}"]), rel=most)
+        seconds = float(row["seconds 0.12"])
+        # Within 3 % of the step, or a quarter of what is exposed.
+        found = float(row[f"exposed {version}"])
+        assert exposed == pytest.approx(found, rel=0.25, abs=0.03 * seconds)
 
 
 @pytest.mark.slow
@@ -117,6 +171,67 @@ def test_only_what_leaves_a_host_is_summed_in_another_way():
         layout = Layout(**sizes, sync=hierarchical)
         assert len(levels_of(layout, Machine(H100, layout.num_devices, 8))) == num_levels
     assert levels_of(Layout(data=16), Machine(H100, 16, 8)) == ()
+
+
+def test_what_no_computation_hides():
+    """The embedding waits for its weights; its gradient, and the first layer's, come last."""
+    machine, size = Machine(H100, 8, 8), SMALL.vocab_size * SMALL.d_model
+    gather = machine.collective(2 * size, 8, 1)
+    layer = machine.collective(2 * SMALL.layer, 8, 1)
+    assert cost(Layout(fsdp=8)).parts["fsdp"] == pytest.approx(2 * gather + layer)
+    # Both matrices are gathered once in a step, and nothing is computed yet.
+    twice = cost(Layout(fsdp=8, num_microbatches=2)).parts["fsdp"]
+    assert twice == pytest.approx(2 * gather + 2 * (gather + layer))
+    # The sum of gradients over `data` comes after the loop over the layers.
+    num = (SMALL.num_layers * SMALL.layer + SMALL.others) / 8
+    sums = cost(Layout(data=8, fsdp=8)).parts["gradients"]
+    assert sums == pytest.approx(2 * Machine(H100, 64, 8).collective(4 * num, 8, 8))
+    # A network too slow for what is computed: the rest of each pass is exposed.
+    slow = Machine(dataclasses.replace(H100, network=1e9), 64, 8)
+    layout = Layout(fsdp=8, tensor=8)
+    exposed = step_cost(SMALL, layout, slow, 8192).parts["fsdp"]
+    sent = 3 * (SMALL.num_layers + 1) * slow.collective(2 * SMALL.layer / 8, 8, 8)
+    assert exposed > 0.5 * sent
+
+
+@pytest.mark.parametrize(
+    ("remat", "products", "attention"),
+    [
+        ("full", (1, 1, 1, 0), 1),  # no gradient needs the last one
+        ("dots", (0, 0, 0, 0), 1),
+        ("names:attention", (1, 1, 1, 0), 0),
+        ("names:mlp", (1, 1, 1, 0), 1),  # the products with the gate are needed, not theirs
+        ("names:mlp_up,mlp_gate", (1, 1, 0, 0), 1),
+    ],
+)
+def test_what_remat_computes_again(remat, products, attention):
+    assert recomputed_parts(SMALL, remat, OverlapModel()) == (products, attention)
+    none, some = (
+        cost(Layout(remat=name)).parts["products and attention"] for name in ("none", remat)
+    )
+    assert some > none
+    eager = OverlapModel(recomputes_last=True)
+    assert recomputed_parts(SMALL, "full", eager) == ((1, 1, 1, 1), 1)
+
+
+def test_kernels_reach_what_their_shapes_allow():
+    one, two = Machine(H100, 1, 1), Machine(H100, 2, 2)
+    assert one.product(8192, 768, 768, 2) / 768**2 > one.product(8192, 8192, 8192, 2) / 8192**2
+    assert two.product(8192, 8192, 8192, 2) == pytest.approx(
+        one.product(8192, 8192, 8192, 2) / SUSTAINED["hopper"]
+    )
+
+    def share(machine, seq_len, head_dim, **kernel):
+        seconds = machine.attention(1e12, seq_len, head_dim, backward=False, **kernel)
+        return 1e12 / seconds / machine.device.flops_16
+
+    assert share(one, 1024, 64) < share(one, 8192, 64) < share(one, 8192, 128)
+    assert share(one, 8192, 256) == share(one, 8192, 128)
+    # FlashAttention-2 has the instructions of Ampere.
+    a100 = Machine(hardware.devices()["a100"], 1, 1)
+    shares = ATTENTION["ampere"]
+    assert share(a100, 8192, 128) == share(a100, 8192, 128, shares=shares)
+    assert share(one, 8192, 128, shares=shares) < 0.65 * share(a100, 8192, 128)
 
 
 def test_links_inside_a_host_are_faster():

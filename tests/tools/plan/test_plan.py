@@ -98,6 +98,20 @@ def test_the_largest_batch_replaces_that_of_the_config(tmp_path, capsys):
     assert {one["overrides"]["train.num_microbatches"] for one in layouts} == {1}
 
 
+@pytest.mark.parametrize(
+    ("batch", "words"), [(1, "1 x 1 rows · remat none"), (8, "1 x 8 rows · remat full")]
+)
+def test_rows_and_remat_of_a_config_are_chosen_for_another_batch(batch, words, capsys):
+    """The config has 8 micro-batches, which the plan replaces; the times are those of the audit."""
+    keys = {"data.seq_len": 4096, "optim.moment_dtype": "bfloat16"}
+    flags = [f"--config.{key}={value}" for key, value in keys.items()]
+    assert run("--device=h200", "--devices=1", *flags, batch=batch) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[3].endswith(words)
+    expected = {1: 0.372, 8: 2.988}[batch]  # of the compiled step, by measured factors of kernels
+    assert float(rows[3].split()[0]) == pytest.approx(expected, rel=0.04)
+
+
 def test_a_layout_in_words():
     layout = Layout(pipeline=2, fsdp=4, num_microbatches=4, schedule="interleaved", num_chunks=2)
     words = (

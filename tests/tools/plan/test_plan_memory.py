@@ -63,6 +63,21 @@ def test_memory_grows_with_what_is_kept():
     assert activations(remat="none", rows=2) == 2 * activations(remat="none")
 
 
+def test_micro_batches_have_gradients_of_their_own():
+    plan_input = from_config.plan_input(parse(llama3.get_config()), platform="gpu")
+
+    def parts(**changes):
+        layout = Layout(fsdp=8, rows=1, remat="full", loss_chunk_mib=2048, **changes)
+        return memory.parts(plan_input.work, layout, plan_input.stored.bytes(layout), 8192)
+
+    one, four = parts(), parts(num_microbatches=4)
+    assert one["own gradients"] == 0 and four["own gradients"] == four["gradients"] > 0
+    # The embedding is gathered once for all of them.
+    more = four["temporaries"] - one["temporaries"]
+    assert more == pytest.approx(2 * 128256 * 4096, rel=0.001)
+    assert parts(num_microbatches=4)["activations"] == one["activations"]
+
+
 def test_a_residual_is_as_large_as_the_gradients():
     plan_input = from_config.plan_input(parse(llama3.get_config()), platform="gpu")
     for layout, expected in [

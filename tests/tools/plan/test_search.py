@@ -67,7 +67,8 @@ def test_loss_chunks_are_small_where_they_make_a_layout_fit():
     _, machine, plan = plan_of(c, "h200", 8, fixed=fixed, limit=(one.memory_bytes - 1e9) / 141e9)
     (smaller,) = plan.candidates
     assert overrides(smaller.layout)["model.loss_chunk_mib"] == search.SMALL_LOSS_CHUNK
-    assert one.memory_bytes - smaller.memory_bytes == (2048 - 256) * 2**20
+    logits = 4 * 8192 * 128256  # bytes, in chunks of equal size
+    assert one.memory_bytes - smaller.memory_bytes == logits / 2 - logits / 16
     assert smaller.seconds > one.seconds
     _, _, plan = plan_of(c, "h200", 8, fixed=[*fixed, "model.loss_chunk_mib=64"])
     assert overrides(plan.candidates[0].layout)["model.loss_chunk_mib"] == 64

@@ -3,6 +3,7 @@
 import pytest
 
 from meshtrain.config.parse import parse
+from meshtrain.configs import gpt2, llama3, qwen2
 from meshtrain.tools.plan import from_config, work
 from meshtrain.tools.plan.layout import Layout
 from tests.lib.plans import CONFIGS, H100, SMALL, cost
@@ -62,3 +63,38 @@ def test_what_a_layer_keeps_is_that_of_the_formulas_on_the_devices(platform, ext
 
     assert kept("auto", platform) == kept("plain", platform) + extra
     assert kept("fused", platform) == kept("plain", platform) + 2 * 4 * 64 + 16
+
+
+@pytest.mark.parametrize("tokens", [32, 64])
+@pytest.mark.parametrize(
+    ("config", "num_kv_heads", "is_gated"), [(gpt2, 8, False), (qwen2, 4, True), (llama3, 4, True)]
+)
+def test_flat_queries_are_sharded_over_tensor(config, num_kv_heads, is_gated, tokens):
+    """They are as wide as the residual stream, but sharded with the heads.
+
+    With "dots" a layer keeps its input and the last product of attention, which are not. That there
+    are as many tokens as the model is wide changes nothing. On GPUs products with a bias are flat.
+    """
+    c = config.get_config()
+    c.model.update(num_layers=2, d_model=64, num_heads=8, num_kv_heads=num_kv_heads, d_ff=160)
+    c.model.update(head_dim=0, vocab_size=256)
+    c.data.seq_len = c.model.max_seq_len = tokens
+    found = from_config.plan_input(parse(c), platform="gpu").work
+    wide, other = found.kept_bytes("dots")
+    assert wide == 2 * 2 * 64
+    # Queries, keys, values, the hidden layer and its gate; statistics in float32.
+    least = 2 * (64 + 2 * num_kv_heads * 8 + 160 * (1 + is_gated))
+    assert least <= other <= least + 16
+
+
+def test_names_that_save_nothing_keep_nothing_more():
+    c = CONFIGS["llama3"].get_config()
+    c.model.update(num_layers=2, d_model=64, num_heads=8, num_kv_heads=4, d_ff=160, vocab_size=256)
+    c.data.seq_len = c.model.max_seq_len = 32
+
+    def kept(remat):
+        c.train.remat = remat
+        return from_config.plan_input(parse(c), platform="gpu").work.kept_bytes(remat)
+
+    assert kept("names:mlp") == kept("full")
+    assert sum(kept("names:mlp_up,mlp_gate")) == sum(kept("full")) + 2 * 2 * 160
