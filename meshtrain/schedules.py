@@ -62,17 +62,6 @@ class Table:
         """
         return int(self.forward.slot.max()) + 1
 
-    @property
-    def phases(self) -> list[slice]:
-        """Ranges of ticks with forwards only, with both, and with backwards only: one loop each."""
-        has_forward = self.forward.active.any(1)
-        has_backward = self.backward.active.any(1)
-        kind_of_tick = has_forward + 2 * has_backward
-        changes = np.flatnonzero(np.diff(kind_of_tick)) + 1
-        starts = [0, *changes.tolist()]
-        ends = [*starts[1:], self.num_ticks]
-        return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
-
     def cost(self, forward: float = 1.0, backward: float = 2.0) -> float:
         """Time of a step in lock step, if one stage's layers take these times for a micro-batch."""
         forward_ticks = self.forward.active.any(1).sum()

@@ -92,19 +92,6 @@ def test_more_chunks_shrink_the_bubble_and_1f1b_memory_is_independent_of_microba
     assert [gpipe(4, M).num_live for M in (7, 8, 32)] == [7, 8, 32]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_at_most_three_phases_follow_each_other_and_cover_all_ticks(name):
-    for P in STAGES:
-        for M in (1, 2, 3, 7, 8, 16):
-            for V in (1, 2, 3) if name == "interleaved" else (1,):
-                table = SCHEDULES[name](P, M, V)
-                ticks = [t for phase in table.phases for t in range(table.num_ticks)[phase]]
-                assert ticks == [*range(table.num_ticks)] and len(table.phases) <= 3
-                for phase in table.phases:
-                    for work in (table.forward, table.backward):
-                        assert len({*work.active[phase].any(1).tolist()}) == 1
-
-
 def test_a_small_table_by_hand():
     table = gpipe(2, 2)
     x = IDLE

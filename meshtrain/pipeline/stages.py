@@ -47,17 +47,20 @@ class Stages:
         num_chunks: int,
         unreduced_axes: tuple[str, ...],
         keep: str,
+        keep_output: bool = False,
         trained: Params | None = None,
     ):
         """Moves the parameters to their stages.
 
         `run_layers(layers, x, microbatch)` applies stacked layers (K, ...). The gradients of the
         batch shards along `unreduced_axes` are not added up. `keep` is that of
-        `executor.pipelined`. `trained` is a tree with the trained leaves; None: all are.
+        `executor.pipelined`; `keep_output`: `backward` returns the chunk's output, too. `trained`
+        is a tree with the trained leaves; None: all are.
         """
         self.model = model
         self.run_layers = run_layers
         self.keep = keep
+        self.keep_output = keep_output
         self._vjp: ChunkVjp | None = None
         self.axes, self.num_shards = sharding.batch_slices(unreduced_axes)
 
@@ -161,21 +164,25 @@ class Stages:
             return self.run(layers, x, microbatches), x
         y, residuals = self._run_with_residuals(layers, x, microbatches)
         depends_on_x = self._chunk_vjp(layers, x, microbatches).depends_on_x
-        return y, [y, *itertools.compress(residuals, depends_on_x)]
+        saved = list(itertools.compress(residuals, depends_on_x))
+        return y, ([y, *saved] if self.keep_output else saved)
 
     def backward(
-        self, layers: tuple[Params, Params], kept: Any, microbatches: Any
+        self, layers: tuple[Params, Params], kept: Any, microbatches: Any, *, like: Any
     ) -> tuple[Any, Callable]:
-        """Returns output and vjp of the chunk, for `apply_vjp`; `kept` comes from `forward`."""
+        """Returns output and vjp of the chunk, for `apply_vjp`; `kept` comes from `forward`.
+
+        `like` is any input of the stages. The output is None if only residuals are kept.
+        """
         if self.keep == "inputs":
             y, residuals = self._run_with_residuals(layers, kept, microbatches)
             return y, self._chunk_vjp(layers, kept, microbatches).vjp_from(residuals)
-        y, *saved = kept
+        saved = iter(kept)
+        y = next(saved) if self.keep_output else None
         # Residuals that do not depend on x are recomputed from the weights; XLA removes the rest.
-        any_x = jax.tree.map(jnp.zeros_like, y)
+        any_x = jax.tree.map(jnp.zeros_like, like)
         _, residuals = self._run_with_residuals(layers, any_x, microbatches)
-        chunk_vjp = self._chunk_vjp(layers, y, microbatches)
-        saved = iter(saved)
+        chunk_vjp = self._chunk_vjp(layers, any_x, microbatches)
         for number, depends_on_x in enumerate(chunk_vjp.depends_on_x):
             if depends_on_x:
                 residuals[number] = next(saved)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -13,9 +14,11 @@ from meshtrain import ConfigError
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.pipeline import executor, per_stage, stages
+from meshtrain.pipeline.executor import phases
 from meshtrain.program import assemble
+from meshtrain.schedules import IDLE, SCHEDULES
 from tests.lib.compare import assert_same
-from tests.lib.configs import packed, tiny_config
+from tests.lib.configs import GPT2, packed, tiny_config
 from tests.lib.runs import Run, one_device
 
 # The pattern of attention kinds is not aligned with the chunks.
@@ -61,6 +64,82 @@ def with_pipeline(c, pipeline, train):
 def test_gradients_and_updates_equal_one_device_in_float64(layout, pipeline, train, x64):
     c = with_pipeline(packed(**LAYERS), pipeline, train)
     assert_same(Run(c, "float64", **layout).one_step(), one_device(**LAYERS), rtol=1e-10)
+
+
+FINE = [
+    ({"pipeline": 2}, ("1f1b", 1, "inputs"), {"num_microbatches": 4}, {}),
+    # a repeated sequence of loops
+    ({"pipeline": 2, "fsdp": 2}, ("interleaved", 2, "residuals"), {"num_microbatches": 8}, {}),
+    # tied weights, which get gradients at both ends
+    ({"pipeline": 4, "data": 2}, ("1f1b", 1, "inputs"), {"num_microbatches": 8}, GPT2),
+    # the head does not follow the forward
+    ({"pipeline": 2}, ("gpipe", 1, "residuals"), {"num_microbatches": 4, "zero_stage": 1}, {}),
+    # fewer micro-batches than stages
+    ({"pipeline": 4}, ("interleaved", 2, "inputs"), {"num_microbatches": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "pipeline", "train", "model"),
+    [FINE[0], *(pytest.param(*case, marks=slow) for case in FINE[1:])],
+    ids=str,
+)
+def test_a_loop_for_each_kind_of_row_changes_no_result(
+    layout, pipeline, train, model, x64, monkeypatch
+):
+    """As on GPUs and TPUs; without a branch."""
+    monkeypatch.setattr(executor, "phases", lambda rows, fine: phases(rows, fine=True))
+    model = LAYERS | model
+    c = with_pipeline(packed(**model), pipeline, train)
+    run = Run(c, "float64", **layout)
+    assert_same(run.one_step(), one_device(**model), rtol=1e-10)
+    with run.program.active():
+        args = run.program.abstract_state.params, run.batch(), jax.random.key(0)
+        assert "_ticks" not in str(jax.jit(run.program.grad_fn).trace(*args).jaxpr)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_rows_of_the_loops_are_those_of_the_table(name, chunks, fine):
+    if chunks > 1 and name != "interleaved":
+        return
+    for P, M in itertools.product((1, 2, 4), (1, 2, 3, 8, 9, 16)):
+        table = SCHEDULES[name](P, M, chunks)
+        rows = executor.rows_of(table)
+        for work, of_rows in (("forward", rows.forward), ("backward", rows.backward)):
+            of_table = getattr(table, work)
+            for column, expected in zip(of_rows, of_table, strict=True):
+                np.testing.assert_array_equal(
+                    column[of_rows.active.any(1)], expected[of_table.active.any(1)]
+                )
+        # Each micro-batch once; the first is embedded before the loops.
+        for column, first in ((rows.entering, 1), *((column, 0) for column in rows[3:])):
+            assert column[column != IDLE].tolist() == [*range(first, M)]
+        found = executor.phases(rows, fine=fine)
+        numbers = [number for phase in found for number in range(*phase.rows.indices(10**6))]
+        assert numbers == [*range(len(rows.leaving))]
+        for phase in found:
+            num_rows = phase.rows.stop - phase.rows.start
+            assert num_rows == sum(phase.lengths) * phase.num_repeats
+            # All rows of a loop have the same work, in each repetition.
+            is_active = [rows.forward.active.any(1), rows.backward.active.any(1)]
+            is_active += [column != IDLE for column in rows[2:]] if fine else []
+            kinds = np.stack(is_active, 1)[phase.rows].reshape(
+                phase.num_repeats, -1, len(is_active)
+            )
+            bounds = np.cumsum([0, *phase.lengths])
+            for start, end in itertools.pairwise(bounds):
+                assert (kinds[:, start:end] == kinds[0, start]).all()
+        assert fine or len(found) <= 4
+
+
+def test_with_many_microbatches_interleaved_repeats_its_loops():
+    def num_loops(M):
+        rows = executor.rows_of(SCHEDULES["interleaved"](4, M, 2))
+        return sum(len(phase.lengths) for phase in executor.phases(rows, fine=True))
+
+    assert num_loops(16) == num_loops(64) == 16
 
 
 @slow

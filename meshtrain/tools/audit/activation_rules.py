@@ -119,9 +119,12 @@ def stage_message(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
 
 def end_broadcast(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
     """Explains the broadcast of the last chunk's output, or of the first's input gradient."""
+    return end_broadcast_by_size(ledger, c) if "/share/" in c.op_name else None
+
+
+def end_broadcast_by_size(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
+    """Explains what `end_broadcast` does: XLA may give the sum the name of what reads it."""
     if c.kind != "all-reduce" or not _is_activation_between_stages(ledger, c):
-        return None
-    if "/share/" not in c.op_name:
         return None
     _, claimed = ledger.claim(c, ledger.of_role(END_BROADCAST), 1)
     if not claimed:

@@ -84,6 +84,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 RULES_BY_SIZE: tuple[Rule, ...] = (
+    activation_rules.end_broadcast_by_size,
     parameter_rules.gradient_sum_in_stages,
     parameter_rules.gradient_sum_by_size,
     parameter_rules.padded_slice_transfer,

@@ -51,12 +51,14 @@ def _kept_in(module: Module, computation: str) -> list[Array]:
     body = module.computations[computation]
     kept: dict[tuple[str, int | None], Array] = {}
     most_in_loop: list[Array] = []
+    loop_has_slots = False
     for instruction in body.values():
         # A loop of neither pass is over micro-batches, or over a pipeline's ticks.
         if instruction.opcode == "while" and not instruction.phase:
             loop = instruction.computation("body")
             in_loop = _kept_in(module, loop) + _slots(module, loop)
             most_in_loop = max(most_in_loop, in_loop, key=_total_size)
+            loop_has_slots = loop_has_slots or bool(_slots(module, loop))
         if instruction.phase != "backward":
             continue
         for operand in _operands(body, instruction):
@@ -64,6 +66,9 @@ def _kept_in(module: Module, computation: str) -> list[Array]:
             is_array = index is not None or len(source.results) == 1
             if source.phase == "forward" and is_array:
                 kept[source.name, index] = source.results[index or 0]
+    if loop_has_slots and _slots(module, computation):
+        # XLA has inlined pipeline loops of one row: these keep nothing in addition to the others.
+        return most_in_loop
     return [*kept.values(), *most_in_loop]
 
 

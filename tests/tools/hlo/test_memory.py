@@ -106,6 +106,15 @@ def test_of_micro_batches_one_is_counted_and_of_a_pipeline_the_buffers_of_its_ti
     put = 'f32[4,10]{1,0} dynamic-update-slice(%p), metadata={op_name="jit(step)/kept/update"}'
     text = looped(STEP).replace("  %half", f"  %put = {put}\n  %half", 1)
     assert activations.kept_bytes(hlo.parse(text), {}) == KEPT + HEAD + 4 * 40
+    # A loop of one row, which XLA has inlined, keeps nothing more.
+    inlined = '  %forwards = f32[9]{0} broadcast(), metadata={op_name="jit(step)/jvp()/x"}\n'
+    inlined += (
+        '  %last = f32[9]{0} negate(%forwards), metadata={op_name="jit(step)/transpose(jvp())/y"}\n'
+    )
+    with_row = text.replace("  ROOT %loop", inlined + "  ROOT %loop")
+    assert activations.kept_bytes(hlo.parse(with_row), {}) == KEPT + HEAD + 4 * 40 + 4 * 9
+    with_row = with_row.replace("  ROOT %loop", f"  %row = {put.replace('%p', '%b')}\n  ROOT %loop")
+    assert activations.kept_bytes(hlo.parse(with_row), {}) == KEPT + HEAD + 4 * 40
 
 
 def one_device():
