@@ -59,18 +59,11 @@ def capability_of_target() -> str:
 
 
 def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) -> jax.Array:
-    """Calls cuDNN's flash attention, without a mask of all scores; `window` is static.
-
-    jax supports only one head dim: zeros fill up the values, or the queries and keys.
-    """
+    """Calls cuDNN's flash attention, without a mask of all scores; `window` is static."""
     # Only generation sets another start, and choose_for_generation never returns "cudnn".
     assert not softcap and isinstance(start, int) and start == 0
     S, H, (G, V) = *q_BSHK.shape[1:3], v_BSGK.shape[2:]
-    K = max(q_BSHK.shape[-1], V)
-    q_BSHK, k_BSGK, v_BSGK = (
-        jnp.pad(x, [(0, 0)] * 3 + [(0, K - x.shape[-1])]) if x.shape[-1] < K else x
-        for x in (q_BSHK, k_BSGK, v_BSGK)
-    )
+    q_BSHK, k_BSGK, v_BSGK = with_one_head_dim(q_BSHK, k_BSGK, v_BSGK)
     if sharding.num_shards("heads", H) != sharding.num_shards("kv_heads", G):
         # cuDNN needs equal sharding of all inputs, so keys and values are repeated for each query
         # head.
@@ -91,6 +84,18 @@ def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) 
         implementation="cudnn",
     )
     return out_BSHK[:, :S, :, :V]
+
+
+def with_one_head_dim(q_BSHK, k_BSGK, v_BSGV) -> tuple[jax.Array, ...]:
+    """Returns the inputs with zeros that fill up the values, or the queries and keys.
+
+    jax supports only one head dim.
+    """
+    K = max(q_BSHK.shape[-1], v_BSGV.shape[-1])
+    return tuple(
+        jnp.pad(x, [(0, 0)] * 3 + [(0, K - x.shape[-1])]) if x.shape[-1] < K else x
+        for x in (q_BSHK, k_BSGK, v_BSGV)
+    )
 
 
 # The scores of other documents are lower by this or more. exp(-104) is 0 in float32: a key of

@@ -97,6 +97,11 @@ DEFAULT = ("data", "window of two chunks", "dropout")
 )
 def test_attention_and_gradients_equal_one_device(method, case, x64):
     sizes, options = CASES[case]
+    check_equals_one_device(method, sizes, options)
+
+
+def check_equals_one_device(method, sizes, options, implementation=None):
+    """Blockwise if there is no `implementation`."""
     options = dict(length=32, num_heads=4, num_kv_heads=2, documents=6, block=3) | options
     length, block = options.pop("length"), options.pop("block")
     shapes = [options.pop(name) for name in ("num_heads", "num_kv_heads", "documents")]
@@ -119,13 +124,32 @@ def test_attention_and_gradients_equal_one_device(method, case, x64):
     with active(method, **sizes) as mesh:
         place = jax.NamedSharding(mesh, jax.P(("data", "fsdp"), "context"))
         inputs = jax.tree.map(lambda leaf: jax.device_put(leaf[:, order], place), inputs)
-        loss, grads = gradients(f"blockwise:{block}")(*inputs)
+        loss, grads = gradients(implementation or f"blockwise:{block}")(*inputs)
     largest = max(np.abs(grad).max() for grad in expected[1])  # some gradients are zero
     np.testing.assert_allclose(loss, expected[0], rtol=1e-12)
     for a, b in zip(grads, expected[1], strict=True):
         np.testing.assert_allclose(
             np.asarray(a)[:, np.argsort(order)], b, rtol=0, atol=1e-12 * largest
         )
+
+
+FUSED = {
+    "data": (dict(data=2, context=4), {}),
+    "two devices": (dict(fsdp=4, context=2), {}),
+    "three devices": (dict(context=3), dict(length=36, documents=0)),
+    "heads over tensor": (dict(context=2, tensor=4), dict(num_heads=8, documents=0)),
+    "heads that divide nothing": (dict(context=8), dict(num_heads=7, num_kv_heads=1)),
+    "no documents": (dict(data=2, context=4), dict(documents=0)),
+    "one token each": (dict(context=4), dict(documents="one token each")),
+    "window of all": (dict(context=2), dict(window=32)),
+}
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+@pytest.mark.parametrize("case", FUSED)
+def test_calls_of_a_fused_kernel_equal_one_device(method, case, x64):
+    sizes, options = FUSED[case]
+    check_equals_one_device(method, sizes, options, implementation="emulated")
 
 
 MIXED = {"attention": "lg", "window": 5}
