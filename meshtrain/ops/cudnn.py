@@ -138,7 +138,9 @@ def _segment_numbers(segments_BS) -> jax.Array:
     by_segment = jax.lax.sort((segments_BS, position_BS), dimension=1, num_keys=1)
     is_new = jnp.pad(by_segment[0][:, 1:] != by_segment[0][:, :-1], [(0, 0), (1, 0)])
     numbers = jnp.cumsum(is_new, 1, dtype=jnp.int32)
-    return jax.lax.sort((by_segment[1], numbers), dimension=1, num_keys=1)[1]
+    numbers_BS = jax.lax.sort((by_segment[1], numbers), dimension=1, num_keys=1)[1]
+    # By each device for its rows: XLA would shard the sorted positions as the queries are.
+    return sharding.constrain(numbers_BS, "batch", None)
 
 
 # ---- layers of which some are local ----
