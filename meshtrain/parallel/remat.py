@@ -62,7 +62,7 @@ def rematerialised(function: Callable, remat: str, *, in_loop: bool = False) -> 
 def name_of(primitive: Any, parameters: dict[str, Any]) -> str:
     """Returns the name that a primitive gives its results, as `checkpoint_name` does, or ""."""
     if primitive.name == CUDNN_ATTENTION:
-        return ATTENTION if parameters["seed"] != CHUNK_SEED else ""
+        return ATTENTION if parameters.get("seed") != CHUNK_SEED else ""
     return parameters["name"] if primitive.name == "name" else ""
 
 
