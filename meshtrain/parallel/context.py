@@ -10,7 +10,7 @@ attention sees positions, not the order.
   ulysses  an all-to-all exchanges the shards of the sequence for shards of the heads, and back
            (arXiv 2309.14509)
 
-ops/context_attention.py has the first two.
+ops/context_fused.py has the first two with a fused kernel, ops/context_attention.py in blocks.
 """
 
 from collections.abc import Callable
@@ -54,11 +54,11 @@ def positions(length: int) -> jax.Array:
 def choose(num_heads: int, num_kv_heads: int, num_devices: int, *, fused: bool) -> str:
     """Returns the method for these heads, and sequences that are sharded over `num_devices`.
 
-    The active rules shard the heads. `fused`: there is a fused kernel for unsharded sequences,
-    which only "ulysses" can use. "auto" selects "ulysses" if the heads divide and there is such a
-    kernel or it sends fewer bytes, and otherwise "gather", or "ring" where devices of a sequence
-    are in different hosts. Raises ConfigError if "ulysses" is asked for, and the heads do not
-    divide.
+    The active rules shard the heads. `fused`: there is a fused kernel for unsharded sequences.
+    "auto" selects "ulysses" if the heads divide and there is such a kernel or it sends fewer bytes:
+    with a kernel it does not merge outputs, as the others do, and its windows cost less. Otherwise
+    "gather", or "ring" where devices of a sequence are in different hosts; as fused calls both take
+    the same time. Raises ConfigError if "ulysses" is asked for, and the heads do not divide.
     """
     # "auto:gather" and "auto:ring" name the method if "ulysses" is not selected.
     method, _, fallback = active_method.value.partition(":")

@@ -70,7 +70,6 @@ def attention_calls(module):
     return runs, shapes
 
 
-
 @pytest.mark.parametrize("rows", [PLAIN, PACKED], ids=["plain", "packed"])
 @pytest.mark.parametrize("method", [RING, GATHER], ids=["ring", "gather"])
 @pytest.mark.parametrize("again", [1, 2], ids=["attention kept", "recomputed"])
