@@ -282,7 +282,8 @@ def choose_implementation(
 
     `packed`: rows hold several documents. `dropout`: of probabilities. "auto" selects cuDNN if it
     supports them; otherwise XLA, which stores the S x S scores, up to MAX_XLA_TOKENS tokens, and
-    blockwise above. So does "emulated", of which `choose_for_chunks` has a use. Raises ConfigError if `name` is "cudnn" and cuDNN does not support them.
+    blockwise above. "emulated" is for chunks, and selects one of the last two. Raises ConfigError
+    if `name` is "cudnn" and cuDNN does not support them.
     """
     if name not in ("auto", "cudnn", "emulated"):
         return name, name

@@ -111,7 +111,7 @@ def _forward(options, q_BSHK, k_BSGK, v_BSGK):
     (out_early, log_z_early), (out_late, log_z_late) = _rounds(options, visit, softmaxes, (k, v))
     out = jnp.stack([out_early, out_late], HALVES).astype(q.dtype)
     log_z = jnp.stack([log_z_early, log_z_late], HALVES)
-    # These alone: the results of the single calls would be c times as much.
+    # Without both names the results of each call would be kept, c times as much (`name_of`).
     out_BSHK = checkpoint_name(_join(options, out), ATTENTION)
     log_z = checkpoint_name(log_z, ATTENTION)
     return out_BSHK, (q_BSHK, k_BSGK, v_BSGK, out_BSHK, log_z)

@@ -18,9 +18,6 @@ ATTENTION = "attention"  # the name of attention's output
 # them: with dims that fill up the values, and, by "ulysses", before the exchange, which the
 # backward pass repeats.
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
-# Marks a call of it for a part of the keys, whose result is not attention's (ops/chunk_kernels.py).
-# It is the seed of a dropout of 0; the seed of jax's own calls is 42.
-CHUNK_SEED = 43
 
 # Part of the key of jax's caches of traces, as the rules of `sharding` are.
 _in_rematerialised = jax.make_user_context(default_value=False)
@@ -62,7 +59,7 @@ def rematerialised(function: Callable, remat: str, *, in_loop: bool = False) -> 
 def name_of(primitive: Any, parameters: dict[str, Any]) -> str:
     """Returns the name that a primitive gives its results, as `checkpoint_name` does, or ""."""
     if primitive.name == CUDNN_ATTENTION:
-        return ATTENTION if parameters.get("seed") != CHUNK_SEED else ""
+        return ATTENTION
     return parameters["name"] if primitive.name == "name" else ""
 
 
