@@ -254,18 +254,15 @@ def choose_for_chunks(
     if kind not in ("auto", "cudnn", "emulated"):
         return "", ""
     length = seq_len // (2 * sharding.num_shards("seq", seq_len))
-    reason = ""
-    if window is not None and not (isinstance(window, int) and window >= seq_len):
-        reason = f"its windows have no offset, and one of {window} positions crosses chunks"
-    elif length % 2:
-        reason = f"its backward pass supports even lengths, and a chunk has {length} tokens"
-    elif kind != "emulated":
-        reason = cudnn.why_not(**shapes)
-    elif shapes["softcap"] or shapes["dropout"]:
+    kernel = "emulated" if kind == "emulated" else "cudnn"
+    reason = cudnn.why_not(**shapes) if kernel == "cudnn" else ""
+    if kernel == "emulated" and (shapes["softcap"] or shapes["dropout"]):
         reason = "it supports neither a soft cap nor dropout"
-    if reason:
-        return "", reason
-    return "emulated" if kind == "emulated" else "cudnn", ""
+    elif not reason and window is not None and not (isinstance(window, int) and window >= seq_len):
+        reason = "its windows have no offset, and model.window is shorter than the row"
+    elif not reason and length % 2:
+        reason = f"its backward pass supports even lengths, and a chunk has {length} tokens"
+    return ("", reason) if reason else (kernel, "")
 
 
 def choose_implementation(
