@@ -75,12 +75,12 @@ def attention(
     repeats = context.kv_repeats(H, k_BSGK.shape[2], sharding.num_devices(head_axes))
     if repeats > 1:
         k_BSGK, v_BSGV = (jnp.repeat(x, repeats, axis=2) for x in (k_BSGK, v_BSGV))
-    inputs = cudnn.with_one_head_dim(q_BSHK, k_BSGK, v_BSGV)
+    q, k, v = cudnn.with_one_head_dim(q_BSHK, k_BSGK, v_BSGV)
     if segments_BS is not None:
         # An int32 for each token: sorted by each device for itself.
         segments_BS = sharding.constrain(segments_BS, "batch", None)
-        inputs = cudnn.append_segment_dims(*inputs, segments_BS, scale)
-    return _attention(options, *inputs)[..., :V]
+        q, k, v = cudnn.append_segment_dims(q, k, v, segments_BS, scale)
+    return _attention(options, q, k, v)[..., :V]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -148,10 +148,13 @@ def _backward(options, residuals, grad_BSHK):
         # They arrive while this round computes.
         return grad_q, jax.tree.map(jnp.add, _to_next_device(options, sums), new_sums)
 
-    long_rows = [_as_long_rows(options, x) for x in (q, k, v, out, grad)]
-    *inputs, grad_rows = long_rows
+    q_rows, k_rows, v_rows, out_rows, grad_rows = (
+        _as_long_rows(options, x) for x in (q, k, v, out, grad)
+    )
     log_z_rows = _log_z_to_long_rows(options, log_z)
-    grad_q, *at_home = backward(*inputs, log_z_rows, grad_rows, causal=True)
+    grad_q, *at_home = backward(
+        q_rows, k_rows, v_rows, out_rows, log_z_rows, grad_rows, causal=True
+    )
     grad_q = _from_rows(options, q, grad_q).astype(dtype)
     grad_q, sums = _rounds(options, visit, (grad_q, None), (k, v))
     grad_k, grad_v = (
