@@ -94,10 +94,10 @@ def test_a_layer_calls_the_kernel_once_for_the_keys_of_each_device(method, rows,
     assert found.figures["warnings"] == []
 
 
-@pytest.mark.parametrize("rows", [PLAIN, PACKED], ids=["plain", "packed"])
-def test_inside_a_pipeline_and_on_shards_of_the_batch(rows):
+@pytest.mark.parametrize(("method", "rows"), [(RING, PLAIN), (RING, PACKED), (GATHER, PACKED)])
+def test_inside_a_pipeline_and_on_shards_of_the_batch(method, rows):
     layout = ["--config.mesh.pipeline=2", "--config.mesh.data=2", "--config.mesh.context=2"]
-    found = compiled(*layout, RING, rows, "--config.train.num_microbatches=2")
+    found = compiled(*layout, method, rows, "--config.train.num_microbatches=2")
     runs, shapes = attention_calls(found.module)
     # As often at home as for the other device.
     for which in ("forward", "backward"):
