@@ -21,6 +21,7 @@ AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0  # compute capability
 
 NUM_DIGITS = 4
 SEGMENT_DIMS = 2 * NUM_DIGITS
+SEGMENT_CODE = "segment_code"  # the scope in which the code is rounded to the dtype of the queries
 
 
 def why_not(
@@ -123,7 +124,9 @@ def append_segment_dims(q_BSHK, k_BSGK, v_BSGK, segments_BS, scale: float) -> tu
     code_BSC = radius * jnp.concatenate([jnp.cos(angles_BSN), jnp.sin(angles_BSN)], -1)
 
     def with_code(x):
-        code = jnp.broadcast_to(code_BSC.astype(x.dtype)[:, :, None], (*x.shape[:3], SEGMENT_DIMS))
+        with jax.named_scope(SEGMENT_CODE):
+            rounded_BSC = code_BSC.astype(x.dtype)
+        code = jnp.broadcast_to(rounded_BSC[:, :, None], (*x.shape[:3], SEGMENT_DIMS))
         return jnp.concatenate([x, code], -1)
 
     return with_code(q_BSHK), with_code(k_BSGK), jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, SEGMENT_DIMS)])
