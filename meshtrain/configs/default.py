@@ -121,7 +121,8 @@ def get_config() -> ConfigDict:
     # travel from device to device; "gather", they are gathered once per layer; "ulysses", an
     # all-to-all exchanges parts of the sequence for heads, which mesh.context x mesh.tensor must
     # divide; "auto", ulysses where the heads divide and there is a fused kernel or it sends less,
-    # else gather, or ring between hosts. All three call cuDNN's kernels where they can
+    # else ring with a fused kernel; without one gather, or ring between hosts. All three call
+    # cuDNN's kernels where they can
     context.method = "auto"
 
     # Used if several devices along data, or along fsdp at ZeRO stage 0 or 1, have gradients to add.

@@ -230,10 +230,16 @@ def choose_for_context(
     num_devices = sharding.num_shards("seq", shapes["seq_len"])
     kind, _ = implementations.split(name)
     inside, text = choose_implementation(kind, **shapes)
-    method = context.choose(num_heads, num_kv_heads, num_devices, fused=inside == "cudnn")
+    kernel, reason = choose_for_chunks(name, window=window, **shapes)
+    method = context.choose(
+        num_heads,
+        num_kv_heads,
+        num_devices,
+        fused=inside == "cudnn",
+        fused_chunks=bool(kernel),
+    )
     if method == "ulysses":
         return method, f"{method} over {num_devices} devices, {text}"
-    kernel, reason = choose_for_chunks(name, window=window, **shapes)
     if kind == "cudnn" and reason:
         raise ConfigError(
             f"model.attention_impl='cudnn': context.method={method!r}: {reason}; use 'auto' or "

@@ -275,9 +275,12 @@ def choice(name="auto", num_heads=8, num_kv_heads=2, method="auto:gather", sizes
 
 def test_auto_chooses_by_heads_bytes_and_links(simulated_gpu, monkeypatch):
     assert choice() == ("ulysses", "ulysses over 4 devices, cudnn")
-    assert choice(num_heads=6) == ("gather", "gather over 4 devices, cudnn")
-    assert choice(num_heads=6, method="auto:ring") == ("ring", "ring over 4 devices, cudnn")
-    assert choice("cudnn", num_heads=6, num_kv_heads=1)[1] == "gather over 4 devices, cudnn"
+    assert choice(num_heads=6) == ("ring", "ring over 4 devices, cudnn")
+    assert choice("cudnn", num_heads=6, num_kv_heads=1)[1] == "ring over 4 devices, cudnn"
+    assert choice(num_heads=6, method="gather")[1] == "gather over 4 devices, cudnn"
+    # Without a kernel by the network.
+    assert choice("blockwise", num_heads=6)[1] == "gather over 4 devices, blockwise"
+    assert choice("blockwise", num_heads=6, method="auto:ring")[0] == "ring"
     # Ulysses sends 8 + 8 heads where gathering sends 4 x 8.
     assert choice("blockwise", num_kv_heads=8)[0] == "ulysses"
     assert choice("blockwise", num_kv_heads=2)[0] == "gather"
@@ -309,7 +312,7 @@ def test_what_the_fused_kernel_does_not_compute_of_chunks_is_declined(reason, si
 
 
 def test_a_window_of_the_row_declines_nothing(simulated_gpu):
-    assert choice(num_heads=6, window=4096)[1] == "gather over 4 devices, cudnn"
+    assert choice(num_heads=6, window=4096)[1] == "ring over 4 devices, cudnn"
 
 
 def test_a_model_has_to_say_that_its_sequences_may_be_sharded():
