@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.gpu import attention_statistics
 from benchmarks.lib import devices
 from meshtrain.cli.verify import QUICK_COMPILE_FLAGS
 from meshtrain.cluster import environment
@@ -111,6 +112,15 @@ def test_cudnn_equals_the_formula():
     if reason := why_no_gpu():
         pytest.skip(reason)
     if not run("gpu", "cudnn_cases"):
+        pytest.skip("this GPU has no fused attention: its compute capability is below 8.0")
+
+
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+def test_chunks_of_keys_merge_by_the_statistic_of_cudnn():
+    if reason := why_no_gpu():
+        pytest.skip(reason)
+    if not run("gpu", "cudnn_chunks"):
         pytest.skip("this GPU has no fused attention: its compute capability is below 8.0")
 
 
@@ -254,6 +264,16 @@ def cudnn_cases():
     return compared
 
 
+def cudnn_chunks():
+    """Merges cuDNN's attention for chunks of keys, as `context.method` ring and gather do."""
+    if cudnn.why_not(64, jnp.bfloat16, 0.0, False):
+        return []
+    kernel, shape = attention_statistics.cudnn_kernel(), (2, 512, 4, 2, 64)
+    rows, faults = attention_statistics.measure(shape, kernel, "bfloat16")
+    assert faults == []
+    return rows
+
+
 def curve():
     """Returns the losses of some steps in 16 bits and in float32, on all devices."""
     dtype = devices.describe().dtype
@@ -277,7 +297,7 @@ def losses_in(dtype):
     return found
 
 
-CHECKS = (describe, parity, fused_attention, cudnn_cases, curve)
+CHECKS = (describe, parity, fused_attention, cudnn_cases, cudnn_chunks, curve)
 
 if __name__ == "__main__":
     (check,) = (check for check in CHECKS if check.__name__ == sys.argv[1])

@@ -146,6 +146,11 @@ PRIVATE_API = {
         # before it joins the others waits for them, and then ends with a traceback of jax.
         "jax._src"  # .xla_bridge
     },
+    "meshtrain/ops/chunk_kernels.py": {
+        # jax.nn returns the log-sum-exp of cuDNN's attention in 16 bits, and has no backward pass
+        # that accepts one. Without them a ring cannot use the kernel.
+        "jax._src.cudnn"
+    },
     "meshtrain/tools/hlo/target.py": {
         # jax allows fused attention with head dims above 128 by the compute capability of the local
         # device. Without it a step for an absent Hopper GPU cannot be compiled.

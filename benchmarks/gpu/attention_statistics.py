@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.lib import devices, record
+from meshtrain.ops import chunk_kernels
 
 # B batch, S queries, T keys, H heads, G key/value heads, K head dim
 
@@ -93,32 +94,16 @@ FORMULA = Kernel(formula_forward, formula_backward)
 
 
 def cudnn_kernel() -> Kernel:
-    """Returns cuDNN's attention.
-
-    jax's public function returns the statistic in 16 bits, and has no backward pass that accepts
-    one: these are the functions that it calls.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    def arguments(q_BSHK, is_causal):
-        nothing = jnp.zeros(0, q_BSHK.dtype)
-        mask = fused.MaskType.CAUSAL if is_causal else fused.MaskType.NO_MASK
-        scale, seed, dropout, has_bias, window = q_BSHK.shape[-1] ** -0.5, 42, 0.0, False, None
-        layout = fused.AttentionLayout.BTNH.value
-        options = (scale, seed, dropout, (has_bias, has_bias), mask, layout, window)
-        # No bias, lengths, offsets or page tables.
-        return [nothing] * 7, (*options, fused.check_cudnn_version(), True)
+    """Returns the calls of cuDNN's attention that `context.method` ring and gather have."""
 
     def forward(q_BSHK, k_BTGK, v_BTGK, is_causal):
-        unused, options = arguments(q_BSHK, is_causal)
-        return fused._dot_product_attention(q_BSHK, k_BTGK, v_BTGK, *unused, *options)
+        options = dict(scale=q_BSHK.shape[-1] ** -0.5, causal=is_causal)
+        return chunk_kernels.CUDNN.forward(q_BSHK, k_BTGK, v_BTGK, **options)
 
     def backward(q_BSHK, k_BTGK, v_BTGK, results, grad_BSHK, is_causal):
-        out_BSHK, statistic_BHS = results
-        unused, options = arguments(q_BSHK, is_causal)
-        kept = (q_BSHK, k_BTGK, v_BTGK, *unused, statistic_BHS, out_BSHK)
-        grads = fused._dot_product_attention_bwd_rule(*options, kept, (grad_BSHK, None))
-        return grads[:3]
+        options = dict(scale=q_BSHK.shape[-1] ** -0.5, causal=is_causal)
+        inputs = q_BSHK, k_BTGK, v_BTGK, *results, grad_BSHK
+        return chunk_kernels.CUDNN.backward(*inputs, **options)
 
     return Kernel(forward, backward)
 

@@ -120,8 +120,9 @@ def get_config() -> ConfigDict:
     # how devices that hold parts of a sequence compute its attention: "ring", keys and values
     # travel from device to device; "gather", they are gathered once per layer; "ulysses", an
     # all-to-all exchanges parts of the sequence for heads, which mesh.context x mesh.tensor must
-    # divide; "auto", ulysses where it can use a fused kernel or sends less, else gather, or ring
-    # between hosts
+    # divide; "auto", ulysses where the heads divide and there is a fused kernel or it sends less,
+    # else ring with a fused kernel; without one gather, or ring between hosts. All three call
+    # cuDNN's kernels where they can
     context.method = "auto"
 
     # Used if several devices along data, or along fsdp at ZeRO stage 0 or 1, have gradients to add.
@@ -218,7 +219,8 @@ def get_config() -> ConfigDict:
     model.z_loss = 0.0  # weight of logsumexp(logits)^2 in the loss; 1e-4 if the logits drift
     # implementation of attention: "xla"; "cudnn", fused, on NVIDIA GPUs; "blockwise", whose memory
     # is linear in seq_len; "auto" chooses one and logs which; "xla:N" and "blockwise:N" compute
-    # blocks of N tokens
+    # blocks of N tokens; "emulated", of tests: where sequences are sharded, cuDNN's calls in plain
+    # JAX
     model.attention_impl = "auto"
     # MiB of logits that a device holds at a time while it computes the loss; 0 or float16: all at
     # once. Small chunks are slow on GPU: each reads and writes the gradient of the output head

@@ -160,7 +160,12 @@ def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: b
     """Returns the attention implementation as text to log; raises ConfigError if unsupported."""
     choose = choose_implementation
     if num_shards("seq", seq_len) > 1:
-        choose = partial(choose_for_context, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads)
+        choose = partial(
+            choose_for_context,
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            window=c.local_window,
+        )
     _, text = choose(
         c.attention_impl,
         seq_len=seq_len,

@@ -141,6 +141,11 @@ class TransformerConfig:
         """Returns whether each layer is local: (num_layers,) bool."""
         return np.resize([kind == "l" for kind in self.attention], self.num_layers)
 
+    @property
+    def local_window(self) -> int | None:
+        """Positions that a query of a local layer sees; None if no layer is local."""
+        return self.window if self.is_local.any() else None
+
     def visible_positions(self, seq_len: int) -> np.ndarray:
         """Returns the positions that the last token of a row sees in each layer: (num_layers,)."""
         return np.where(self.is_local, min(self.window, seq_len), seq_len)

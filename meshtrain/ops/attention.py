@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.errors import ConfigError
-from meshtrain.ops import blockwise, context_attention, cudnn, implementations
+from meshtrain.ops import blockwise, context_attention, context_fused, cudnn, implementations
 from meshtrain.ops.blockwise import Dropout
 from meshtrain.parallel import context, sharding
 from meshtrain.parallel.remat import ATTENTION
@@ -164,8 +164,13 @@ def _attend_sharded(
         packed=segments_BS is not None,
         dropout=dropout is not None,
     )
+    seen_window = None if is_local is False else window
     method, _ = choose_for_context(
-        implementation, num_heads=H, num_kv_heads=k_BSGK.shape[2], **shapes
+        implementation,
+        num_heads=H,
+        num_kv_heads=k_BSGK.shape[2],
+        window=seen_window,
+        **shapes,
     )
     if method == "ulysses":
         compute = partial(
@@ -182,6 +187,17 @@ def _attend_sharded(
         kind, _ = implementations.split(implementation)
         is_fused = choose_implementation(kind, **shapes)[0] == "cudnn"
         return out_BSHV if is_fused else checkpoint_name(out_BSHV, ATTENTION)
+    kernel, _ = choose_for_chunks(implementation, window=seen_window, **shapes)
+    if kernel:
+        return context_fused.attention(
+            q_BSHK,
+            k_BSGK,
+            v_BSGV,
+            segments_BS,
+            method=method,
+            scale=scale or K**-0.5,
+            kernel=kernel,
+        )
     if window is not None and is_local is not True:
         window = jnp.where(is_local, window, UNLIMITED_WINDOW)
     out_BSHV = context_attention.attention(
@@ -200,24 +216,59 @@ def _attend_sharded(
 
 
 def choose_for_context(
-    name: str, *, num_heads: int, num_kv_heads: int, **shapes: Any
+    name: str,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    window: jax.Array | int | None = None,
+    **shapes: Any,
 ) -> tuple[str, str]:
     """Returns the method of context parallelism for these shapes, and text to log about it.
 
-    `shapes` as for `choose_implementation`, of full sequences.
+    `shapes` as for `choose_implementation`, of full sequences. `window`: that of local layers.
     """
     num_devices = sharding.num_shards("seq", shapes["seq_len"])
     kind, _ = implementations.split(name)
     inside, text = choose_implementation(kind, **shapes)
-    method = context.choose(num_heads, num_kv_heads, num_devices, fused=inside == "cudnn")
+    kernel, reason = choose_for_chunks(name, window=window, **shapes)
+    method = context.choose(
+        num_heads,
+        num_kv_heads,
+        num_devices,
+        fused=inside == "cudnn",
+        fused_chunks=bool(kernel),
+    )
     if method == "ulysses":
         return method, f"{method} over {num_devices} devices, {text}"
-    if kind == "cudnn":
+    if kind == "cudnn" and reason:
         raise ConfigError(
-            f"model.attention_impl='cudnn': context.method={method!r} computes attention "
-            "blockwise; use 'auto' or 'blockwise', or context.method='ulysses'"
+            f"model.attention_impl='cudnn': context.method={method!r}: {reason}; use 'auto' or "
+            "'blockwise', or context.method='ulysses'"
         )
-    return method, f"{method} over {num_devices} devices, blockwise"
+    reason = reason and f"; not cudnn: {reason}"
+    return method, f"{method} over {num_devices} devices, {kernel or 'blockwise'}{reason}"
+
+
+def choose_for_chunks(
+    name: str, *, seq_len: int, window: jax.Array | int | None, **shapes: Any
+) -> tuple[str, str]:
+    """Returns the fused kernel for the chunks of a ring, or of gathered keys, and why it is none.
+
+    A name of chunk_kernels, or "" for blocks. Arguments as for `choose_for_context`.
+    """
+    kind, _ = implementations.split(name)
+    if kind not in ("auto", "cudnn", "emulated"):
+        return "", ""
+    length = seq_len // (2 * sharding.num_shards("seq", seq_len))
+    kernel = "emulated" if kind == "emulated" else "cudnn"
+    reason = cudnn.why_not(**shapes) if kernel == "cudnn" else ""
+    if kernel == "emulated" and (shapes["softcap"] or shapes["dropout"]):
+        reason = "it supports neither a soft cap nor dropout"
+    elif not reason and window is not None and not (isinstance(window, int) and window >= seq_len):
+        reason = "its windows have no offset, and model.window is shorter than the row"
+    elif not reason and length % 2:
+        reason = f"its backward pass supports even lengths, and a chunk has {length} tokens"
+    return ("", reason) if reason else (kernel, "")
 
 
 def choose_implementation(
@@ -234,11 +285,13 @@ def choose_implementation(
 
     `packed`: rows hold several documents. `dropout`: of probabilities. "auto" selects cuDNN if it
     supports them; otherwise XLA, which stores the S x S scores, up to MAX_XLA_TOKENS tokens, and
-    blockwise above. Raises ConfigError if `name` is "cudnn" and cuDNN does not support them.
+    blockwise above. "emulated" is for chunks, and selects one of the last two. Raises ConfigError
+    if `name` is "cudnn" and cuDNN does not support them.
     """
-    if name not in ("auto", "cudnn"):
+    if name not in ("auto", "cudnn", "emulated"):
         return name, name
-    reason = cudnn.why_not(head_dim, dtype, softcap, packed, dropout)
+    reason = "it is emulated" if name == "emulated" else ""
+    reason = reason or cudnn.why_not(head_dim, dtype, softcap, packed, dropout)
     if name == "cudnn" and reason:
         raise ConfigError(
             f"model.attention_impl='cudnn': {reason}; use 'auto', 'xla' or 'blockwise'"

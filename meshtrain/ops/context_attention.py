@@ -1,7 +1,7 @@
-"""Attention of sharded sequences, computed between chunks: keys and values travel, or are gathered.
+"""Attention of sharded sequences, in blocks of chunks: keys and values travel, or are gathered.
 
-See parallel/context.py for the methods and the order. In auto sharding: a device is only an index
-of a dim of size c.
+Where a fused kernel fits, context_fused.py replaces it. See parallel/context.py for the methods and
+the order. In auto sharding: a device is only an index of a dim of size c.
 """
 
 from collections.abc import Callable

@@ -21,6 +21,7 @@ AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0  # compute capability
 
 NUM_DIGITS = 4
 SEGMENT_DIMS = 2 * NUM_DIGITS
+SEGMENT_CODE = "segment_code"  # the scope in which the code is rounded to the dtype of the queries
 
 
 def why_not(
@@ -59,18 +60,11 @@ def capability_of_target() -> str:
 
 
 def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) -> jax.Array:
-    """Calls cuDNN's flash attention, without a mask of all scores; `window` is static.
-
-    jax supports only one head dim: zeros fill up the values, or the queries and keys.
-    """
+    """Calls cuDNN's flash attention, without a mask of all scores; `window` is static."""
     # Only generation sets another start, and choose_for_generation never returns "cudnn".
     assert not softcap and isinstance(start, int) and start == 0
     S, H, (G, V) = *q_BSHK.shape[1:3], v_BSGK.shape[2:]
-    K = max(q_BSHK.shape[-1], V)
-    q_BSHK, k_BSGK, v_BSGK = (
-        jnp.pad(x, [(0, 0)] * 3 + [(0, K - x.shape[-1])]) if x.shape[-1] < K else x
-        for x in (q_BSHK, k_BSGK, v_BSGK)
-    )
+    q_BSHK, k_BSGK, v_BSGK = with_one_head_dim(q_BSHK, k_BSGK, v_BSGK)
     if sharding.num_shards("heads", H) != sharding.num_shards("kv_heads", G):
         # cuDNN needs equal sharding of all inputs, so keys and values are repeated for each query
         # head.
@@ -91,6 +85,18 @@ def attention(q_BSHK, k_BSGK, v_BSGK, *segments, start, scale, softcap, window) 
         implementation="cudnn",
     )
     return out_BSHK[:, :S, :, :V]
+
+
+def with_one_head_dim(q_BSHK, k_BSGK, v_BSGV) -> tuple[jax.Array, ...]:
+    """Returns the inputs with zeros that fill up the values, or the queries and keys.
+
+    jax supports only one head dim.
+    """
+    K = max(q_BSHK.shape[-1], v_BSGV.shape[-1])
+    return tuple(
+        jnp.pad(x, [(0, 0)] * 3 + [(0, K - x.shape[-1])]) if x.shape[-1] < K else x
+        for x in (q_BSHK, k_BSGK, v_BSGV)
+    )
 
 
 # The scores of other documents are lower by this or more. exp(-104) is 0 in float32: a key of
@@ -118,7 +124,9 @@ def append_segment_dims(q_BSHK, k_BSGK, v_BSGK, segments_BS, scale: float) -> tu
     code_BSC = radius * jnp.concatenate([jnp.cos(angles_BSN), jnp.sin(angles_BSN)], -1)
 
     def with_code(x):
-        code = jnp.broadcast_to(code_BSC.astype(x.dtype)[:, :, None], (*x.shape[:3], SEGMENT_DIMS))
+        with jax.named_scope(SEGMENT_CODE):
+            rounded_BSC = code_BSC.astype(x.dtype)
+        code = jnp.broadcast_to(rounded_BSC[:, :, None], (*x.shape[:3], SEGMENT_DIMS))
         return jnp.concatenate([x, code], -1)
 
     return with_code(q_BSHK), with_code(k_BSGK), jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, SEGMENT_DIMS)])
@@ -133,7 +141,9 @@ def _segment_numbers(segments_BS) -> jax.Array:
     by_segment = jax.lax.sort((segments_BS, position_BS), dimension=1, num_keys=1)
     is_new = jnp.pad(by_segment[0][:, 1:] != by_segment[0][:, :-1], [(0, 0), (1, 0)])
     numbers = jnp.cumsum(is_new, 1, dtype=jnp.int32)
-    return jax.lax.sort((by_segment[1], numbers), dimension=1, num_keys=1)[1]
+    numbers_BS = jax.lax.sort((by_segment[1], numbers), dimension=1, num_keys=1)[1]
+    # By each device for its rows: XLA would shard the sorted positions as the queries are.
+    return sharding.constrain(numbers_BS, "batch", None)
 
 
 # ---- layers of which some are local ----

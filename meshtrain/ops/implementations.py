@@ -2,7 +2,7 @@
 
 from meshtrain.errors import choice_faults
 
-NAMES = ("auto", "xla", "cudnn", "blockwise")
+NAMES = ("auto", "xla", "cudnn", "blockwise", "emulated")
 WITH_BLOCKS = ("xla", "blockwise")
 
 

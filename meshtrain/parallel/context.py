@@ -10,7 +10,7 @@ attention sees positions, not the order.
   ulysses  an all-to-all exchanges the shards of the sequence for shards of the heads, and back
            (arXiv 2309.14509)
 
-ops/context_attention.py has the first two.
+ops/context_fused.py has the first two with a fused kernel, ops/context_attention.py in blocks.
 """
 
 from collections.abc import Callable
@@ -51,16 +51,24 @@ def positions(length: int) -> jax.Array:
     return jnp.asarray(order(length, sharding.num_shards("seq", length)))
 
 
-def choose(num_heads: int, num_kv_heads: int, num_devices: int, *, fused: bool) -> str:
+def choose(
+    num_heads: int,
+    num_kv_heads: int,
+    num_devices: int,
+    *,
+    fused: bool,
+    fused_chunks: bool = False,
+) -> str:
     """Returns the method for these heads, and sequences that are sharded over `num_devices`.
 
-    The active rules shard the heads. `fused`: there is a fused kernel for unsharded sequences,
-    which only "ulysses" can use. "auto" selects "ulysses" if the heads divide and there is such a
-    kernel or it sends fewer bytes, and otherwise "gather", or "ring" where devices of a sequence
-    are in different hosts. Raises ConfigError if "ulysses" is asked for, and the heads do not
-    divide.
+    The active rules shard the heads. `fused`: there is a fused kernel for unsharded sequences;
+    `fused_chunks`: one for chunks of them. "auto" selects "ulysses" if the heads divide and there
+    is a kernel or it sends fewer bytes: with a kernel it has no outputs to merge. Otherwise "ring"
+    with a kernel, which hides what the ring sends. Without one it selects "gather", or "ring" where
+    devices of a sequence are in different hosts. Raises ConfigError if "ulysses" is asked for, and
+    the heads do not divide.
     """
-    # "auto:gather" and "auto:ring" name the method if "ulysses" is not selected.
+    # "auto:gather" and "auto:ring" name the method without kernels if it is not "ulysses".
     method, _, fallback = active_method.value.partition(":")
     num_head_shards = num_devices * sharding.num_shards("heads", num_heads)
     divides = num_heads % num_head_shards == 0
@@ -75,7 +83,9 @@ def choose(num_heads: int, num_kv_heads: int, num_devices: int, *, fused: bool) 
     # c - 1 times. Divided by 2 (c - 1) / c:
     ulysses_heads = num_heads + num_kv_heads * kv_repeats(num_heads, num_kv_heads, num_head_shards)
     other_heads = num_kv_heads * num_devices
-    return "ulysses" if divides and (fused or ulysses_heads < other_heads) else fallback
+    if divides and (fused or ulysses_heads < other_heads):
+        return "ulysses"
+    return "ring" if fused_chunks else fallback
 
 
 def kv_repeats(num_heads: int, num_kv_heads: int, num_head_shards: int) -> int:

@@ -16,6 +16,7 @@ from meshtrain.grads import make_loss
 from meshtrain.monitor.warnings import marked_names
 from meshtrain.ops import kernels
 from meshtrain.parallel.remat import CUDNN_ATTENTION, rematerialised
+from tests.lib.jaxprs import count_primitives
 
 ROWS, LENGTH = 2, 128
 
@@ -100,14 +101,6 @@ def test_no_recomputation_is_inside_another(remat):
     assert num_checkpoints(jaxpr) == 1
 
 
-def count(jaxpr, name):
-    """Returns how many equations of a primitive there are."""
-    inside = [
-        count(one, name) for equation in jaxpr.eqns for one in jaxprs_in_params(equation.params)
-    ]
-    return sum(inside) + sum(equation.primitive.name == name for equation in jaxpr.eqns)
-
-
 @pytest.mark.parametrize("windows", [(), (("attention", "lg"), ("window", 32))], ids=["", "mixed"])
 def test_cudnn_keeps_attention_and_its_statistics_once(windows, simulated_gpu):
     """Where windows differ by layer too: then the kernels of both are in branches."""
@@ -148,5 +141,5 @@ def test_what_is_named_attention_has_the_statistics_of_cudnn(
         return jax.grad(lambda params: loss(params, batch, None).loss)(params)
 
     jaxpr = jax.make_jaxpr(grad)(params).jaxpr
-    assert count(jaxpr, CUDNN_ATTENTION) == num_kernels
+    assert count_primitives(jaxpr, CUDNN_ATTENTION) == num_kernels
     assert marked_names(model, params, batch, "bfloat16") == {"attention", "mlp"}

@@ -19,10 +19,12 @@ from meshtrain.ops.attention import attention, choose_for_context
 from meshtrain.ops.dropout import OfAttention
 from meshtrain.parallel import context, sharding
 from meshtrain.parallel.mesh import make_mesh
+from meshtrain.parallel.remat import CUDNN_ATTENTION, rematerialised
 from meshtrain.program import assemble
 from meshtrain.tools.hlo import activations, hlo
 from tests.lib.compare import assert_same
 from tests.lib.configs import GPT2, packed, tiny_config
+from tests.lib.jaxprs import count_primitives
 from tests.lib.runs import Run, one_device
 
 RULES = default.get_config().rules
@@ -97,6 +99,11 @@ DEFAULT = ("data", "window of two chunks", "dropout")
 )
 def test_attention_and_gradients_equal_one_device(method, case, x64):
     sizes, options = CASES[case]
+    check_equals_one_device(method, sizes, options)
+
+
+def check_equals_one_device(method, sizes, options, implementation=None):
+    """Blockwise if there is no `implementation`."""
     options = dict(length=32, num_heads=4, num_kv_heads=2, documents=6, block=3) | options
     length, block = options.pop("length"), options.pop("block")
     shapes = [options.pop(name) for name in ("num_heads", "num_kv_heads", "documents")]
@@ -119,7 +126,7 @@ def test_attention_and_gradients_equal_one_device(method, case, x64):
     with active(method, **sizes) as mesh:
         place = jax.NamedSharding(mesh, jax.P(("data", "fsdp"), "context"))
         inputs = jax.tree.map(lambda leaf: jax.device_put(leaf[:, order], place), inputs)
-        loss, grads = gradients(f"blockwise:{block}")(*inputs)
+        loss, grads = gradients(implementation or f"blockwise:{block}")(*inputs)
     largest = max(np.abs(grad).max() for grad in expected[1])  # some gradients are zero
     np.testing.assert_allclose(loss, expected[0], rtol=1e-12)
     for a, b in zip(grads, expected[1], strict=True):
@@ -128,7 +135,29 @@ def test_attention_and_gradients_equal_one_device(method, case, x64):
         )
 
 
+FUSED = {
+    "data": (dict(data=2, context=4), {}),
+    "two devices": (dict(fsdp=4, context=2), {}),
+    "three devices": (dict(context=3), dict(length=36, documents=0)),
+    "heads over tensor": (dict(context=2, tensor=4), dict(num_heads=8, documents=0)),
+    "heads that divide nothing": (dict(context=8), dict(num_heads=7, num_kv_heads=1)),
+    "no documents": (dict(data=2, context=4), dict(documents=0)),
+    "one token each": (dict(context=4), dict(documents="one token each")),
+    "window of all": (dict(context=2), dict(window=32)),
+}
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+@pytest.mark.parametrize("case", FUSED)
+def test_calls_of_a_fused_kernel_equal_one_device(method, case, x64):
+    sizes, options = FUSED[case]
+    check_equals_one_device(method, sizes, options, implementation="emulated")
+
+
 MIXED = {"attention": "lg", "window": 5}
+EMULATED = {"attention_impl": "emulated"}
+# Keys and values of different head dims.
+LATENT = dict(kv_lora_rank=10, q_lora_rank=9, rope_head_dim=6, v_head_dim=6, num_kv_heads=4)
 STEPS = [
     ("ring", {}, {"data": 2, "context": 2, "tensor": 2}, {}),
     pytest.param(
@@ -153,12 +182,27 @@ STEPS = [
         marks=slow,
     ),
     pytest.param("gather", GPT2, {"context": 4, "tensor": 2}, {"remat": "dots"}, marks=slow),
+    ("gather", EMULATED, {"pipeline": 2, "data": 2, "context": 2}, {"num_microbatches": 2}),
+    pytest.param(
+        "ring",
+        EMULATED,
+        {"pipeline": 2, "context": 4},
+        {"num_microbatches": 2, "remat": "names:attention"},
+        marks=slow,
+    ),
+    pytest.param(
+        "ring",
+        EMULATED | LATENT,
+        {"fsdp": 2, "context": 2, "tensor": 2},
+        {"num_microbatches": 4, "remat": "full"},
+        marks=slow,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("method", "model", "layout", "train"), STEPS, ids=str)
 def test_a_step_equals_one_device(method, model, layout, train, x64):
-    c = packed(attention_impl="blockwise:2", loss_chunk_mib=0.004, **model)
+    c = packed(**{"attention_impl": "blockwise:2", "loss_chunk_mib": 0.004, **model})
     c.train.update(train)
     c.context.method = method
     found = Run(c, dtype="float64", **layout).one_step()
@@ -220,26 +264,55 @@ def test_data_of_another_kind_is_rejected():
     loader.close()
 
 
-def choice(name="auto", num_heads=8, num_kv_heads=2, method="auto:gather", **sizes):
+def choice(name="auto", num_heads=8, num_kv_heads=2, method="auto:gather", sizes=None, **changed):
     shapes = dict(
         seq_len=4096, head_dim=64, dtype="bfloat16", softcap=0.0, packed=False, dropout=False
     )
+    shapes |= changed
     with active(method, **sizes or {"context": 4}):
         return choose_for_context(name, num_heads=num_heads, num_kv_heads=num_kv_heads, **shapes)
 
 
 def test_auto_chooses_by_heads_bytes_and_links(simulated_gpu, monkeypatch):
     assert choice() == ("ulysses", "ulysses over 4 devices, cudnn")
-    assert choice(num_heads=6)[0] == "gather"
-    assert choice(num_heads=6, method="auto:ring") == ("ring", "ring over 4 devices, blockwise")
+    assert choice(num_heads=6) == ("ring", "ring over 4 devices, cudnn")
+    assert choice("cudnn", num_heads=6, num_kv_heads=1)[1] == "ring over 4 devices, cudnn"
+    assert choice(num_heads=6, method="gather")[1] == "gather over 4 devices, cudnn"
+    # Without a kernel by the network.
+    assert choice("blockwise", num_heads=6)[1] == "gather over 4 devices, blockwise"
+    assert choice("blockwise", num_heads=6, method="auto:ring")[0] == "ring"
     # Ulysses sends 8 + 8 heads where gathering sends 4 x 8.
     assert choice("blockwise", num_kv_heads=8)[0] == "ulysses"
     assert choice("blockwise", num_kv_heads=2)[0] == "gather"
     assert choice("blockwise", num_kv_heads=2, method="ring")[0] == "ring"
     with pytest.raises(ConfigError, match="8 devices do not divide model.num_heads=12"):
-        choice(num_heads=12, method="ulysses", context=4, tensor=2)
-    with pytest.raises(ConfigError, match="'gather' computes attention blockwise; use 'auto'"):
-        choice("cudnn", method="gather")
+        choice(num_heads=12, method="ulysses", sizes={"context": 4, "tensor": 2})
+
+
+DECLINED = {
+    "windows have no offset, and model.window is shorter than the row": {"window": 512},
+    "supports even lengths, and a chunk has 511 tokens": {"seq_len": 511 * 8},
+    "does not support a soft cap": {"softcap": 30.0},
+    "masks differ between layouts": {"dropout": True},
+    "head dims up to 256": {"head_dim": 256, "packed": True},
+    "bfloat16 or float16": {"dtype": "float32"},
+}
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_the_fused_kernel_does_not_compute_of_chunks_is_declined(reason, simulated_gpu):
+    """In one line; then attention is computed in blocks."""
+    method, text = choice(num_heads=6, **DECLINED[reason])
+    assert text.startswith("gather over 4 devices, blockwise; not cudnn: it")
+    assert method == "gather" and reason in text and "\n" not in text
+    with pytest.raises(ConfigError, match=reason) as error:
+        choice("cudnn", num_heads=6, **DECLINED[reason])
+    (line,) = error.value.faults
+    assert line.startswith("model.attention_impl='cudnn': ") and "; use 'auto'" in line
+
+
+def test_a_window_of_the_row_declines_nothing(simulated_gpu):
+    assert choice(num_heads=6, window=4096)[1] == "ring over 4 devices, cudnn"
 
 
 def test_a_model_has_to_say_that_its_sequences_may_be_sharded():
@@ -252,11 +325,35 @@ def test_a_model_has_to_say_that_its_sequences_may_be_sharded():
         assemble(cfg, parts._replace(model=own))
 
 
+def kernels_and_kept(remat):
+    """Returns the number of cuDNN's calls in a jaxpr of attention, and the shapes that it keeps.
+
+    4 devices: a call at home, one in the first round, one in a loop, one in the last round.
+    """
+    shapes = [(2, 4096, heads, 64) for heads in (6, 2, 2)]
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    attend = rematerialised(lambda *args: attention(*args, None, implementation="cudnn"), remat)
+    with active("ring", context=4):
+        jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(attend, *args)[1])(*inputs).jaxpr
+        backward = jax.make_jaxpr(lambda *args: jax.vjp(attend, *args)[1](args[0]))(*inputs).jaxpr
+    given = {id(var) for var in jaxpr.invars}
+    kept = {id(var): var.aval.shape for var in jaxpr.outvars if id(var) not in given}
+    return count_primitives(backward, CUDNN_ATTENTION), sorted(kept.values())
+
+
+def test_what_is_named_attention_is_the_merged_output_and_its_statistic(simulated_gpu):
+    """Not those of each call; without both, the backward pass would call the kernel again."""
+    out, statistic = (2, 4096, 6, 64), (4, 2, 2, 6, 512)
+    assert kernels_and_kept("full") == (8, [])
+    assert kernels_and_kept("names:attention") == (4, [out, statistic])
+
+
 def collectives(compiled):
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     return {*re.findall(rf" ({names})(?:-start)?\(", compiled.as_text())}
 
 
+@pytest.mark.parametrize("implementation", ["blockwise", "emulated"])
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
@@ -265,12 +362,15 @@ def collectives(compiled):
         ("ulysses", {"all-to-all"}),
     ],
 )
-def test_attention_sends_nothing_but_what_its_method_sends(method, expected):
+def test_attention_sends_nothing_but_what_its_method_sends(method, expected, implementation):
     q, k, v, _, weights = make_inputs(32, 4, 4, 0)
+
+    def attend(q, k, v):
+        return attention(q, k, v, None, implementation=implementation)
 
     def gradients(*args):
         args = [sharding.constrain(x, "batch", "seq", "heads", "head_dim") for x in args]
-        return jax.vjp(attention, *args[:3], None)[1](args[3])[:3]
+        return jax.vjp(attend, *args[:3])[1](args[3])
 
     with active(method, data=2, context=4) as mesh:
         place = jax.NamedSharding(mesh, jax.P("data", "context"))

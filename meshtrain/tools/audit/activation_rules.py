@@ -202,6 +202,8 @@ def _sequence_padding(attention: ShardedAttention, c: Collective) -> float:
     kv_sizes = (attention.key_size, attention.value_size)
     if attention.method == "ulysses":
         return float(size in (attention.query_size, attention.output_size, *kv_sizes))
+    if attention.is_fused:
+        return float(size in kv_sizes)
     # Keys, or values, of an early or a late chunk.
     chunk_sizes = [kv_size * attention.padding / 2 for kv_size in kv_sizes]
     return attention.padding if size in chunk_sizes else 0

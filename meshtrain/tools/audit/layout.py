@@ -12,8 +12,8 @@ from meshtrain.config.schema import Config
 from meshtrain.data.source import Batch
 from meshtrain.models.base import FIRST_LAYERS_KEY, Model, Params
 from meshtrain.models.transformer_config import TransformerConfig
-from meshtrain.ops import context_attention
-from meshtrain.ops.attention import choose_for_context
+from meshtrain.ops import context_attention, cudnn
+from meshtrain.ops.attention import choose_for_chunks, choose_for_context
 from meshtrain.parallel import context, expert, sharding
 from meshtrain.parallel.grad_sync import Sync
 from meshtrain.schedules import SCHEDULES
@@ -71,6 +71,7 @@ class ShardedAttention:
     key_size: int
     value_size: int
     padding: float  # tokens over tokens without padding, where attention is computed in blocks
+    is_fused: bool  # whether a kernel computes pairs of chunks; both chunks are sent together then
     itemsize: int  # bytes per element of train.dtype
 
 
@@ -390,31 +391,44 @@ def sharded_attention(
     model_config = TransformerConfig(**cfg.model.options)
     query_size, value_size = model_config.query_size, model_config.value_size
     num_heads, num_kv_heads = model_config.num_heads, model_config.num_kv_heads
-    method, _ = choose_for_context(
-        model_config.attention_impl,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+    shapes = dict(
         seq_len=seq_len,
         head_dim=max(query_size, value_size),
         dtype=cfg.train.dtype,
         packed=batch.segments is not None,
         softcap=model_config.attention_softcap,
         dropout=model_config.dropout > 0,
+        window=model_config.local_window,
     )
+    implementation = model_config.attention_impl
+    method, _ = choose_for_context(
+        implementation, num_heads=num_heads, num_kv_heads=num_kv_heads, **shapes
+    )
+    kernel, _ = choose_for_chunks(implementation, **shapes)
+    is_fused = method != "ulysses" and bool(kernel)
     num_shards = sharding.num_shards("heads", num_heads)
     if method == "ulysses":
         num_kv_heads *= context.kv_repeats(num_heads, num_kv_heads, num_devices * num_shards)
+    num_key_shards = sharding.num_shards("kv_heads", num_kv_heads)
+    key_dims, value_dims = query_size, value_size
+    if is_fused:
+        num_kv_heads *= context.kv_repeats(num_heads, num_kv_heads, num_shards)
+        num_key_shards = num_shards
+        extra_dims = cudnn.SEGMENT_DIMS if batch.segments is not None else 0
+        key_dims = value_dims = max(query_size, value_size) + extra_dims
     # Elements per dim of a head, on one device.
     queries = placement.num_tokens * num_heads // num_shards
-    keys = placement.num_tokens * num_kv_heads // sharding.num_shards("kv_heads", num_kv_heads)
+    keys = placement.num_tokens * num_kv_heads // num_key_shards
+    length = seq_len // (2 * num_devices)
     return ShardedAttention(
         method=method,
         num_devices=num_devices,
         query_size=queries * query_size,
         output_size=queries * value_size,
-        key_size=keys * query_size,
-        value_size=keys * value_size,
-        padding=_padding(model_config.attention_impl, seq_len // (2 * num_devices)),
+        key_size=keys * key_dims,
+        value_size=keys * value_dims,
+        padding=1.0 if is_fused else _padding(implementation, length),
+        is_fused=is_fused,
         itemsize=jnp.dtype(cfg.train.dtype).itemsize,
     )
 

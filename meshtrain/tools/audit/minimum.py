@@ -327,8 +327,9 @@ def _attention_bytes(attention: ShardedAttention) -> tuple[float, float]:
         once = bytes_sent("all-to-all", size * attention.itemsize, num_devices)
         return once, once
     forward = (num_devices - 1) * kv_size * attention.itemsize
-    # Partial sums are in float32 or wider. In a ring they travel once more, to their own device.
-    num_sums = num_devices - (attention.method == "gather")
+    # Partial sums are in float32 or wider. In a ring of blocks they travel once more, since they
+    # start with those at home.
+    num_sums = num_devices - (attention.method == "gather" or attention.is_fused)
     return forward, forward + num_sums * kv_size * max(4, attention.itemsize)
 
 

@@ -30,8 +30,9 @@ NUM_CHUNKS = (2, 3)  # of interleaved schedules, on each stage
 # 3 divides neither the 8 layers of a shallow case nor those of its stages: 2 are unrolled then.
 UNROLL = (1, 3)
 
-# Several blocks at the sequence length of a case, the last one shorter.
-ATTENTION_IMPLS = ("xla", "xla:6", "blockwise:3")
+# Several blocks at the sequence length of a case, the last one shorter. The first, for chunks of a
+# sequence, without dropout: the first row has both.
+ATTENTION_IMPLS = ("emulated", "xla", "xla:6", "blockwise:3")
 LOSS_CHUNKS = (0, 3)
 
 # Says whether the last group of micro-batches of an interleaved schedule is shorter; covered in
@@ -71,7 +72,7 @@ def _factors(case: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
         switch("masks", case.is_text and "masks" not in without),
         switch("sequence_parallel", has_residual_rule),
         switch("loss_scale"),
-        switch("dropout", case.model.row_keys),
+        switch("dropout", case.model.row_keys)[::-1],
         [{"sync_pattern": name} for name in SYNC_PATTERNS],
         _adapters(case),
     ]

@@ -15,9 +15,9 @@ METHODS = ["ring", pytest.param("gather", marks=pytest.mark.slow), "ulysses"]
 KEYS_AND_VALUES = "keys and values between parts of a sequence"
 
 
-def audited(method, source=None, remat="none", **mesh):
+def audited(method, source=None, remat="none", attention="auto", **mesh):
     c = tiny_config()
-    c.train.remat, c.context.method = remat, method
+    c.train.remat, c.context.method, c.model.attention_impl = remat, method, attention
     c.mesh.update({"data": 1, **mesh})
     return audit.audit(c, data=source, devices=jax.devices()[: np.prod([*mesh.values()])])
 
@@ -44,6 +44,20 @@ def test_attention_sends_keys_and_values_by_the_formula_of_its_method(method, me
     assert_explained(result)
     sent = result.bytes_for(KEYS_AND_VALUES, "context")
     assert sent == sent_by_formula(method, mesh["context"], rows=8)
+    assert not any(role == KEYS_AND_VALUES for _, role, _ in result.unsent_bytes)
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+@pytest.mark.parametrize(("tensor", "repeats"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.slow
+def test_a_fused_kernel_sends_gradients_of_keys_once_less(method, tensor, repeats):
+    """For 4 devices along tensor the 2 heads of keys are repeated, and their kernels are not
+    sharded, which is another warning."""
+    result = audited(method, attention="emulated", context=2, tensor=tensor)
+    if repeats == 1:
+        assert_explained(result)
+    kv = 16 * 16 // 2 * 2 * 2 * repeats // tensor * 8 * 4  # bytes of keys and values of a device
+    assert result.bytes_for(KEYS_AND_VALUES, "context") == 2 * 3 * kv
     assert not any(role == KEYS_AND_VALUES for _, role, _ in result.unsent_bytes)
 
 

@@ -22,7 +22,7 @@ The package's transformer:
 
 Known and allowed: results of matrix products are rounded once, logits too; the outputs of the
 experts of one token are added in the compute dtype (EXPERTS), and the gradients of two uses of a
-value.
+value; the code of documents for cuDNN (SEGMENT_CODE) is rounded alike in queries and keys.
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ from typing import Any
 import jax
 
 from meshtrain.models.base import Model
+from meshtrain.ops.cudnn import SEGMENT_CODE
 from meshtrain.ops.experts import EXPERTS
 from meshtrain.program import Program
 from meshtrain.tools.verify.causes import sizes_of_scan
@@ -148,7 +149,8 @@ class _Walk:
     def run(self, jaxpr: Any, inputs: Sequence[Marks], scope: str = "") -> list[Marks]:
         """Returns the marks of the results of `jaxpr`, for inputs with these marks."""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one
-        known = id(jaxpr), tuple(inputs), *(name in scope for name in (MODEL, SHARE, EXPERTS))
+        scopes = MODEL, SHARE, EXPERTS, SEGMENT_CODE
+        known = id(jaxpr), tuple(inputs), *(name in scope for name in scopes)
         if known in self.results:
             return self.results[known][1]
         marks = dict.fromkeys(jaxpr.constvars, NO_MARKS)
@@ -321,7 +323,8 @@ def _fault_of_model(equation: Any, entering: list[Marks], scope: str) -> str | N
         if dtype is not None or first & {LOST, PRODUCT, LINEAR, COMPUTED}:
             return f"{name} of scores that were computed in 16 bits"
     if name == "convert_element_type" and STATISTIC in first:
-        if _dtype_of(equation.outvars[0]) in HALF:
+        is_code = SEGMENT_CODE in scope
+        if _dtype_of(equation.outvars[0]) in HALF and not is_code:
             return f"a statistic is rounded to {dtype} before it is used"
     if _dtype_of(equation.outvars[0]) not in HALF or _is_of_a_token(name, scope):
         return None
