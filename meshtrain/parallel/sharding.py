@@ -263,6 +263,24 @@ def per_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     )
 
 
+def mapped_over(
+    function: Callable, size: int, axes: Sequence[str], *, in_axes: tuple
+) -> Callable:
+    """Returns `function` mapped over a leading dim of this size, which these mesh axes shard."""
+    if size > 1:
+        return jax.vmap(function, in_axes, spmd_axis_name=tuple(axes) or None)
+
+    def once(*args):
+        only = []
+        for arg, axis in zip(args, in_axes, strict=True):
+            if axis is not None:
+                arg = jax.tree.map(lambda leaf: leaf[0], arg)
+            only.append(arg)
+        return jax.tree.map(lambda leaf: leaf[None], function(*only))
+
+    return once
+
+
 # ---- numbers of shards, by the active mesh and rules; without them everything is one shard ----
 
 

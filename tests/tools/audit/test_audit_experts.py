@@ -126,7 +126,7 @@ def test_no_collective_is_in_the_loop_of_leftover_blocks(monkeypatch):
     assert all(one.collective.count_known for one in result.explanations)
     # With iterations that differ between devices, each iteration asks all devices whether one
     # continues.
-    monkeypatch.setattr(experts, "_largest", lambda count: count)
+    monkeypatch.setattr(experts, "largest_of_mapped", lambda count: count)
     assert any("loops of unknown length" in warning for warning in audited({"expert": 4}).warnings)
 
 
