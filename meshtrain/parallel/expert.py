@@ -94,10 +94,10 @@ class Choice(NamedTuple):
     """How the tokens of a group reach the experts, and what this sends."""
 
     method: str  # "gather" or "dispatch"
+    # Tokens that a device sends to each other one: all of its own, or those of a buffer.
+    num_places: int
     # The share of the tokens that use an expert of a shard, if all experts are used equally.
     share: float
-    # The bytes of a dispatch of the first round, relative to gathering.
-    relative_bytes: float
 
 
 def choose(
@@ -118,8 +118,8 @@ def choose(
     share = dispatch.share_of_tokens(num_experts, per_token, axes.num_shards, expert_groups)
     routes = dispatch.num_routes(per_token, num_experts // axes.num_shards)
     place = dispatch.bytes_per_place(d_model, routes, itemsize)
-    num_places = dispatch.buffer_size(num_tokens, share)
-    relative_bytes = num_places * place / (num_tokens * d_model * itemsize)
+    buffer_size = dispatch.buffer_size(num_tokens, share)
+    relative_bytes = buffer_size * place / (num_tokens * d_model * itemsize)
     if axes.num_gathered == 1:
         others = [axis for axis in axes.others if axis == "expert"]
         if method == "dispatch" and sharding.num_devices(others) > 1:
@@ -128,10 +128,10 @@ def choose(
                 "tokens; put 'expert' last in the rule of 'batch' and first in that of 'expert', "
                 "or use 'gather'"
             )
-        return Choice("gather", share, relative_bytes)
-    if method == "auto":
+        method = "gather"
+    elif method == "auto":
         method = "dispatch" if relative_bytes <= WORTHWHILE else "gather"
-    return Choice(method, share, relative_bytes)
+    return Choice(method, num_tokens if method == "gather" else buffer_size, share)
 
 
 def run_experts(
@@ -172,7 +172,7 @@ def run_experts(
             num_devices=axes.num_gathered,
             num_others=axes.num_others,
             shard_size=E // axes.num_shards,
-            buffer_size=dispatch.buffer_size(num_tokens, choice.share),
+            buffer_size=choice.num_places,
             num_rows=num_tokens * axes.num_gathered * k,
         )
         own = (_by_device(axes, one) for one in (x_BSD, experts_BSk, weights_BSk))

@@ -138,11 +138,11 @@ def roofline(
     network: Network,
     *,
     model_flops: float | None,
-    skipped: str = "",
+    skipped: tuple[str, ...] = (),
 ) -> Roofline:
     """Returns the roofline of a step. `model_flops`: of one device in a step, as MFU counts them.
 
-    Loops with `skipped` in their name count as loops of zero iterations, if it is not empty.
+    Loops with one of `skipped` in their name count as loops of zero iterations.
     """
     module = replace(module, skipped=skipped, _runs={})
     labels = Labels(module)
