@@ -14,7 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshtrain.parallel import accelerator
+from meshtrain.parallel import accelerator, sharding
+from meshtrain.parallel.dispatch import DROPPED
 from meshtrain.parallel.remat import recomputed
 
 # T tokens, k experts per token, R = T k rows, n experts, C rows per expert in the first pass, b
@@ -29,7 +30,6 @@ BLOCK, BLOCK_OF_ACCELERATORS = 64, 256
 LEFTOVER = "leftover_blocks"
 # Name of all operations of the experts, in traces and compiled programs.
 EXPERTS = "experts"
-DROPPED = -1  # the expert of a row that is dropped
 
 # (up, gate) or (up,), each (..., F) -> hidden (..., F)
 Combine = Callable[..., jax.Array]
@@ -122,7 +122,7 @@ class _Plan:
         before = (number - (end_n - blocks_n)[self.expert]) * self.block  # rows of earlier blocks
         self.start = jnp.minimum(start_n[self.expert] + share + before, num_rows)
         self.count = left_n[self.expert] - before
-        self.num_blocks = largest_of_mapped(end_n[-1])
+        self.num_blocks = sharding.largest_of_mapped(end_n[-1])
 
     def _rows(self, row: jax.Array, valid: jax.Array) -> _Rows:
         return _Rows(row, row // self.k, valid)
@@ -141,21 +141,6 @@ class _Plan:
         start = (jnp.zeros((), jnp.int32), *carry)
         with jax.named_scope(LEFTOVER):
             return jax.lax.while_loop(lambda state: state[0] < self.num_blocks, body, start)[1:]
-
-
-@jax.custom_batching.custom_vmap
-def largest_of_mapped(count: jax.Array) -> jax.Array:
-    """Returns the largest `count` of all that are mapped: devices run equally many iterations.
-
-    With a condition that differs between them, `jax.vmap` would copy what the loop carries in every
-    iteration.
-    """
-    return count
-
-
-@largest_of_mapped.def_vmap
-def _(axis_size, in_batched, count):
-    return largest_of_mapped(count.max(0)), False
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

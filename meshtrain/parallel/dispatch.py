@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshtrain.ops.experts import DROPPED, largest_of_mapped
 from meshtrain.parallel import sharding
 
 # t tokens of a device, k experts per token, e devices that exchange tokens, s shards of the experts
@@ -30,6 +29,8 @@ Axes = tuple[str, ...]
 
 # Size of a buffer, relative to the tokens that are sent if all experts are used equally.
 SLACK = 1.25
+
+DROPPED = -1  # in place of the number of an expert: none
 
 # Name of the loop over further rounds in compiled programs, for the audit.
 ROUNDS = "further_rounds"
@@ -172,7 +173,7 @@ _all_rounds.defvjp(_forward, _backward)
 
 def _further_rounds(c: Exchange, plan: "Plan", add: Callable, carry: tuple) -> tuple:
     """Returns `carry` after `carry = add(number, *carry)` for each round but the first."""
-    num_rounds = largest_of_mapped(-(-plan.count_d.max() // c.buffer_size))
+    num_rounds = sharding.largest_of_mapped(-(-plan.count_d.max() // c.buffer_size))
 
     def body(state):
         return state[0] + 1, *add(*state)
@@ -233,7 +234,9 @@ def _on_devices(c: Exchange, function: Callable) -> Callable:
         in_axes = (0,) * len(args)
         own = sharding.mapped_over(function, num_groups, c.outside, in_axes=in_axes)
         own = sharding.mapped_over(own, num_shards, c.experts, in_axes=in_axes)
-        return jax.tree.map(lambda leaf: sharding.shard_over(leaf, c.experts, c.outside), own(*args))
+        return jax.tree.map(
+            lambda leaf: sharding.shard_over(leaf, c.experts, c.outside), own(*args)
+        )
 
     return run
 

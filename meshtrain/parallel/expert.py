@@ -31,7 +31,7 @@ active_method = jax.make_user_context(default_value="gather")
 
 # "auto" selects dispatch if it sends at most this many times the bytes of gather: it also reads and
 # writes each token once more for every device that it goes to.
-WORTHWHILE = 0.75
+WORTHWHILE = 0.9
 
 
 class ExpertAxes(NamedTuple):
