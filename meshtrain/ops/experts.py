@@ -14,8 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshtrain.parallel import accelerator, sharding
-from meshtrain.parallel.dispatch import DROPPED
+from meshtrain.parallel import accelerator, dispatch, sharding
 from meshtrain.parallel.remat import recomputed
 
 # T tokens, k experts per token, R = T k rows, n experts, C rows per expert in the first pass, b
@@ -30,6 +29,7 @@ BLOCK, BLOCK_OF_ACCELERATORS = 64, 256
 LEFTOVER = "leftover_blocks"
 # Name of all operations of the experts, in traces and compiled programs.
 EXPERTS = "experts"
+DROPPED = dispatch.DROPPED  # the expert of a row that is dropped
 
 # (up, gate) or (up,), each (..., F) -> hidden (..., F)
 Combine = Callable[..., jax.Array]

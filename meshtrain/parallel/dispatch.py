@@ -14,7 +14,7 @@ beside its exchanges. The backward pass keeps what the first round received, and
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,19 +141,19 @@ def _all_rounds(c, feed_forward, x_sgtD, weights_sgtk, kernels, experts_sgtk):
 def _forward(c, feed_forward, x_sgtD, weights_sgtk, kernels, experts_sgtk):
     first_sge = _first_experts(c, experts_sgtk.shape[1])
     plan = _on_devices(c, partial(_plan, c))(first_sge, experts_sgtk)
-    compute = partial(_round, c, feed_forward, plan, experts_sgtk)
+    compute = partial(_round, c, feed_forward, plan)
     y_sgtD, vjp = jax.vjp(partial(compute, 0), x_sgtD, weights_sgtk, *kernels)
 
     def add_round(number, y_sgtD):
         return (y_sgtD + compute(number, x_sgtD, weights_sgtk, *kernels),)
 
     (y_sgtD,) = _further_rounds(c, plan, add_round, (y_sgtD,))
-    return y_sgtD, (vjp, plan, x_sgtD, weights_sgtk, kernels, experts_sgtk)
+    return y_sgtD, (vjp, plan, x_sgtD, weights_sgtk, kernels)
 
 
 def _backward(c, feed_forward, kept, grad_sgtD):
-    vjp, plan, x_sgtD, weights_sgtk, kernels, experts_sgtk = kept
-    compute = partial(_round, c, feed_forward, plan, experts_sgtk)
+    vjp, plan, x_sgtD, weights_sgtk, kernels = kept
+    compute = partial(_round, c, feed_forward, plan)
 
     def add_round(number, *sums):
         _, vjp = jax.vjp(partial(compute, number), x_sgtD, weights_sgtk, *kernels)
@@ -190,7 +190,6 @@ def _round(
     c: Exchange,
     feed_forward: Callable,
     plan: "Plan",
-    experts_sgtk: jax.Array,
     number: jax.Array | int,
     x_sgtD: jax.Array,
     weights_sgtk: jax.Array,
@@ -202,7 +201,7 @@ def _round(
     sent_x = on_devices(_send)(x_sgtD, places)
     sent_weights = on_devices(_send)(weights_sgtk, places)
     first_sge = _first_experts(c, x_sgtD.shape[1])
-    routes = on_devices(partial(_routes, c))(first_sge, places, experts_sgtk, sent_weights)
+    routes = on_devices(partial(_routes, c))(first_sge, places, plan.experts_tk, sent_weights)
     x_sgeCD = _swap(c, sent_x)
     routes_sgeCq = _swap(c, routes)
 
@@ -274,6 +273,7 @@ def _first_experts(c: Exchange, num_groups: int) -> jax.Array:
 class Plan(NamedTuple):
     """Where the tokens of a device go."""
 
+    experts_tk: jax.Array  # the experts of each token
     order_dt: jax.Array  # (e, t) tokens, those that go to device d first, in their order
     count_d: jax.Array  # (e,) how many go there
     # (t, m) of each token: a device that it goes to, its number among the tokens that go there, and
@@ -311,6 +311,7 @@ def _plan(c: Exchange, first_d: jax.Array, experts_tk: jax.Array) -> Plan:
         is_earlier_kk = jnp.arange(k)[None] < jnp.arange(k)[:, None]
         is_sent_tm = uses_dtk.any(0) & ~(is_same_tkk & is_earlier_kk[None]).any(-1)
     return Plan(
+        experts_tk=experts_tk,
         order_dt=jnp.argsort(~is_sent_dt, axis=1, stable=True),
         count_d=is_sent_dt.sum(1),
         device_tm=device_tm,
@@ -364,11 +365,12 @@ def _send(x_t: jax.Array, places: Places) -> jax.Array:
 def _return(y_dC: jax.Array, places: Places) -> jax.Array:
     """Returns the sum over the places of each token: y (e, C, D) -> (t, D)."""
     rows = y_dC.reshape(-1, *y_dC.shape[2:])
-    total = 0
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    total_t = jnp.zeros((len(places.place_tm), *rows.shape[1:]), wide)
+    # One after the other, in one kernel; at once it would write an array (t, m, D).
     for place_t, is_sent_t in zip(places.place_tm.T, places.is_sent_tm.T, strict=True):
-        row_t = rows[place_t].astype(jnp.promote_types(rows.dtype, jnp.float32))
-        total += jnp.where(is_sent_t[:, None], row_t, 0)
-    return total.astype(rows.dtype)
+        total_t += jnp.where(is_sent_t[:, None], rows[place_t].astype(wide), 0)
+    return total_t.astype(rows.dtype)
 
 
 _send.defvjp(

@@ -175,8 +175,14 @@ def run_experts(
             buffer_size=choice.num_places,
             num_rows=num_tokens * axes.num_gathered * k,
         )
-        own = (_by_device(axes, one) for one in (x_BSD, experts_BSk, weights_BSk))
-        y_egtD = dispatch.run(exchange, feed_forward, *own, stacked)
+        y_egtD = dispatch.run(
+            exchange,
+            feed_forward,
+            _by_device(axes, x_BSD),
+            _by_device(axes, experts_BSk),
+            _by_device(axes, weights_BSk),
+            stacked,
+        )
         return _from_devices(axes, (B, S), y_egtD)
     first = jnp.arange(axes.num_shards) * (E // axes.num_shards)
     x_egTD = _spread(axes, (B, S), x_BSD)

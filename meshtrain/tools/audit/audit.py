@@ -23,8 +23,8 @@ from meshtrain.models.base import Model
 from meshtrain.monitor.warnings import layout_warnings
 from meshtrain.monitor.writer import units_of
 from meshtrain.ops.experts import LEFTOVER
-from meshtrain.parallel.dispatch import ROUNDS
 from meshtrain.parallel import context, sharding
+from meshtrain.parallel.dispatch import ROUNDS
 from meshtrain.parallel.mesh import Network, network_of
 from meshtrain.program import Program, assemble
 from meshtrain.tools.audit import minimum
