@@ -18,7 +18,7 @@ from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import STATS_KEY, Model, Params
 from meshtrain.ops import dropout, kernels
 from meshtrain.optim import base as optim
-from meshtrain.parallel import context, grad_sync, sharding, xla
+from meshtrain.parallel import context, expert, grad_sync, sharding, xla
 from meshtrain.parallel.mesh import make_mesh, network_of
 from meshtrain.pipeline import executor
 from meshtrain.schedules import SCHEDULES, Table
@@ -44,6 +44,7 @@ class Program:
     eval_step: Callable[[Params, Any], Metrics]
     compiler_options: dict[str, bool | int | str]
     context_method: str = "gather"  # see `context.choose`
+    expert_method: str = "gather"  # see `expert.choose`
     kernels: str = "plain"  # see `kernels.use`
     sync: grad_sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
 
@@ -59,9 +60,13 @@ class Program:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Sets the mesh and the rules. Trace, compile and run the functions inside this context."""
-        method = context.active_method(self.context_method)
-        formulas = kernels.use(self.kernels)
-        with jax.set_mesh(self.mesh), sharding.use_rules(self.rules), method, formulas:
+        with (
+            jax.set_mesh(self.mesh),
+            sharding.use_rules(self.rules),
+            context.active_method(self.context_method),
+            expert.active_method(self.expert_method),
+            kernels.use(self.kernels),
+        ):
             yield
 
     def initial_state(
@@ -241,6 +246,7 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         eval_step=eval_step,
         compiler_options=xla.options(train.xla_preset, mesh, without=without),
         context_method=_context_method(cfg, mesh),
+        expert_method=cfg.expert.method,
         kernels=train.kernels,
         sync=sync,
     )

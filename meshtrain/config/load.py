@@ -237,7 +237,7 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
 
 # Sections, and keys of others, that files of earlier versions lack. Anything else that is missing
 # is a mistake.
-ADDED_SECTIONS = ("context", "sync", "adapter", "monitor")
+ADDED_SECTIONS = ("context", "expert", "sync", "adapter", "monitor")
 ADDED_KEYS = {
     "train": ("epochs", "batch_per_device", "kernels", "trainable"),
     "data": ("per_process",),

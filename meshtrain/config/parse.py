@@ -33,6 +33,7 @@ def parse(config: Mapping | Config, *, num_devices: int | None = None) -> Config
         "train": reader.section("train", schema.TrainConfig),
         "pipeline": reader.section("pipeline", schema.PipelineConfig),
         "context": reader.section("context", schema.ContextConfig),
+        "expert": reader.section("expert", schema.ExpertConfig),
         "sync": reader.section("sync", schema.SyncConfig),
         "model": reader.build_section("model"),
         "data": reader.build_section("data"),

@@ -149,6 +149,7 @@ REMAT = ("none", "full", "dots", "names:NAME,NAME")
 LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
 KEEP = ("inputs", "residuals")
 CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
+EXPERT_METHODS = ("auto", "gather", "dispatch")
 
 
 def _raise(faults: list[str]) -> None:
@@ -283,6 +284,14 @@ class ContextConfig:
 
     def __post_init__(self):
         _raise(choice_faults("context.method", self.method, CONTEXT_METHODS))
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    method: str = "auto"
+
+    def __post_init__(self):
+        _raise(choice_faults("expert.method", self.method, EXPERT_METHODS))
 
 
 @dataclass(frozen=True)
@@ -428,6 +437,7 @@ class Config:
     train: TrainConfig
     pipeline: PipelineConfig
     context: ContextConfig
+    expert: ExpertConfig
     sync: SyncConfig
     model: BuildConfig
     data: BuildConfig

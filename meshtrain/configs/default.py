@@ -125,6 +125,13 @@ def get_config() -> ConfigDict:
     # cuDNN's kernels where they can
     context.method = "auto"
 
+    # Used if mesh.expert is more than 1.
+    config.expert = expert = Section()
+    # how tokens reach the devices that hold their experts: "gather", each device gets all tokens of
+    # its group; "dispatch", each token is sent only where its experts are, in further rounds if
+    # they are used unequally; "auto", dispatch where it sends clearly fewer bytes
+    expert.method = "auto"
+
     # Used if several devices along data, or along fsdp at ZeRO stage 0 or 1, have gradients to add.
     config.sync = sync = Section()
     # what gradients are sent as: "float32", nothing is lost; "bfloat16"; "int8" or "int4", integers

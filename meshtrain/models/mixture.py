@@ -83,7 +83,14 @@ class Mixture(nnx.Module):
         )
         kernels = [kernel() for kernel in (self.up, self.gate, self.down) if kernel is not None]
         feed_forward = partial(experts.feed_forward, self._combine, c.num_experts)
-        y_BSD = expert.run_experts(feed_forward, x_BSD, experts_BSk, weights_BSk, kernels)
+        y_BSD = expert.run_experts(
+            feed_forward,
+            x_BSD,
+            experts_BSk,
+            weights_BSk,
+            kernels,
+            expert_groups=c.expert_groups,
+        )
         if self.shared is not None:
             y_BSD += self.shared(lambda x_BSD: x_BSD, x_BSD)
         return y_BSD, loss_BS

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshtrain.parallel import accelerator
+from meshtrain.parallel import accelerator, dispatch, sharding
 from meshtrain.parallel.remat import recomputed
 
 # T tokens, k experts per token, R = T k rows, n experts, C rows per expert in the first pass, b
@@ -29,7 +29,7 @@ BLOCK, BLOCK_OF_ACCELERATORS = 64, 256
 LEFTOVER = "leftover_blocks"
 # Name of all operations of the experts, in traces and compiled programs.
 EXPERTS = "experts"
-DROPPED = -1  # the expert of a row that is dropped
+DROPPED = dispatch.DROPPED  # the expert of a row that is dropped
 
 # (up, gate) or (up,), each (..., F) -> hidden (..., F)
 Combine = Callable[..., jax.Array]
@@ -44,14 +44,17 @@ def feed_forward(
     first: jax.Array | int,
     kernels: tuple[jax.Array, ...],
     *,
+    num_rows: int | None = None,
     block: int | None = None,
 ) -> jax.Array:
     """Returns the weighted sum of the outputs of experts `first` to `first` + n - 1: (T, D).
 
     `experts` are numbers below `num_experts`, or DROPPED. `kernels` are the projections (n, D, F),
-    whose results `combine` accepts, and last the output projection (n, F, D).
+    whose results `combine` accepts, and last the output projection (n, F, D). `num_rows` are the
+    rows of all experts, also those of other shards; by default T k.
     """
-    n, num_rows = len(kernels[0]), experts_Tk.size
+    n = len(kernels[0])
+    num_rows = experts_Tk.size if num_rows is None else num_rows
     local_R = experts_Tk.reshape(-1) - first
     local_R = jnp.where((local_R >= 0) & (local_R < n), local_R, n)  # n: not one of these experts
     order_R = jnp.argsort(local_R, stable=True)
@@ -59,7 +62,7 @@ def feed_forward(
     # With fewer rows than experts, the first pass would read the weights of experts that have none.
     share = -(-num_rows // num_experts) if num_rows >= num_experts else 0
     default = BLOCK if accelerator.platform() == "cpu" else BLOCK_OF_ACCELERATORS
-    size = _Size(share, min(block or default, num_rows), experts_Tk.shape[1])
+    size = _Size(share, min(block or default, experts_Tk.size), experts_Tk.shape[1])
     with jax.named_scope(EXPERTS):
         return _grouped(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n)
 
@@ -119,7 +122,7 @@ class _Plan:
         before = (number - (end_n - blocks_n)[self.expert]) * self.block  # rows of earlier blocks
         self.start = jnp.minimum(start_n[self.expert] + share + before, num_rows)
         self.count = left_n[self.expert] - before
-        self.num_blocks = _largest(end_n[-1])
+        self.num_blocks = sharding.largest_of_mapped(end_n[-1])
 
     def _rows(self, row: jax.Array, valid: jax.Array) -> _Rows:
         return _Rows(row, row // self.k, valid)
@@ -138,21 +141,6 @@ class _Plan:
         start = (jnp.zeros((), jnp.int32), *carry)
         with jax.named_scope(LEFTOVER):
             return jax.lax.while_loop(lambda state: state[0] < self.num_blocks, body, start)[1:]
-
-
-@jax.custom_batching.custom_vmap
-def _largest(count: jax.Array) -> jax.Array:
-    """Returns the largest `count` of all that are mapped: devices run equally many iterations.
-
-    With a condition that differs between them, `jax.vmap` would copy what the loop carries in every
-    iteration.
-    """
-    return count
-
-
-@_largest.def_vmap
-def _(axis_size, in_batched, count):
-    return _largest(count.max(0)), False
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -275,6 +275,37 @@ def per_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     )
 
 
+def mapped_over(function: Callable, size: int, axes: Sequence[str], *, in_axes: tuple) -> Callable:
+    """Returns `function` mapped over a leading dim of this size, which these mesh axes shard."""
+    if size > 1:
+        return jax.vmap(function, in_axes, spmd_axis_name=tuple(axes) or None)
+
+    def once(*args):
+        only = []
+        for arg, axis in zip(args, in_axes, strict=True):
+            if axis is not None:
+                arg = jax.tree.map(lambda leaf: leaf[0], arg)
+            only.append(arg)
+        return jax.tree.map(lambda leaf: leaf[None], function(*only))
+
+    return once
+
+
+@jax.custom_batching.custom_vmap
+def largest_of_mapped(count: jax.Array) -> jax.Array:
+    """Returns the largest `count` of all that are mapped: devices run equally many iterations.
+
+    With a condition that differs between them, `jax.vmap` would copy what the loop carries in every
+    iteration.
+    """
+    return count
+
+
+@largest_of_mapped.def_vmap
+def _(axis_size, in_batched, count):
+    return largest_of_mapped(count.max(0)), False
+
+
 # ---- numbers of shards, by the active mesh and rules; without them everything is one shard ----
 
 

@@ -49,10 +49,19 @@ CASES = [
     pytest.param("capacity", {"expert": 2, "context": 4}, marks=slow),
     pytest.param("capacity", {"data": 2, "tensor": 4}, marks=slow),
 ]
+# Meshes on which devices exchange tokens; "auto" gathers on the last three.
+DISPATCHED = [
+    ("loss of a sequence", {"expert": 4, "tensor": 2}),
+    pytest.param("loss of the batch", {"expert": 8}, marks=slow),
+    pytest.param("loss of the batch", {"pipeline": 2, "data": 2, "expert": 2}, marks=slow),
+    pytest.param("bias and groups", {"fsdp": 2, "context": 2, "expert": 2}, marks=slow),
+    pytest.param("capacity", {"pipeline": 2, "expert": 2, "tensor": 2}, marks=slow),
+]
 
 
-def mixture(**model):
+def mixture(method="auto", **model):
     c = tiny_config()
+    c.expert.method = method
     c.model.update(num_experts=E, d_expert=24, num_layers=NUM_LAYERS, **model)
     return c
 
@@ -82,12 +91,26 @@ def measured_of(state):
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_a_layout_trains_like_one_device(name, layout):
     expected = Run(mixture(**SETTINGS[name]), "float64").one_step()
-    c = mixture(**SETTINGS[name])
+    c = mixture("gather", **SETTINGS[name])
+    c.train.num_microbatches = 2
+    assert_same(Run(c, "float64", **layout).one_step(), expected, 1e-10)
+
+
+@pytest.mark.parametrize(("name", "layout"), DISPATCHED, ids=str)
+def test_dispatched_tokens_train_like_one_device_on_packed_rows(name, layout):
+    def settings(method):
+        c = mixture(method, **SETTINGS[name])
+        c.data.separator = 7
+        return c
+
+    expected = Run(settings("auto"), "float64").one_step()
+    c = settings("dispatch")
     c.train.num_microbatches = 2
     assert_same(Run(c, "float64", **layout).one_step(), expected, 1e-10)
 
 
 @slow
+@pytest.mark.parametrize("method", ["gather", "dispatch"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -96,9 +119,9 @@ def test_a_layout_trains_like_one_device(name, layout):
     ],
     ids=str,
 )
-def test_no_token_is_dropped_if_all_choose_the_same_experts(layout):
+def test_no_token_is_dropped_if_all_choose_the_same_experts(layout, method):
     expected = SkewedRun(mixture(), "float64").one_step()
-    c = mixture()
+    c = mixture(method)
     c.train.num_microbatches = 2
     found = SkewedRun(c, "float64", **layout).one_step()
     assert_same(found, expected, 1e-10)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from meshtrain.tools.audit.layout import ShardedAttention, ShardedExperts
 from meshtrain.tools.audit.minimum import (
     ACTIVATIONS,
+    DISPATCHED,
     END_BROADCAST,
     KEYS_AND_VALUES,
     RECOMPUTED,
@@ -211,17 +212,21 @@ def _sequence_padding(attention: ShardedAttention, c: Collective) -> float:
 
 # ---- experts ----
 
-ROLES = {"all-gather": TOKENS_OF_EXPERTS, "all-to-all": RESULTS_OF_EXPERTS}
+ROLES = {
+    ("gather", "all-gather"): TOKENS_OF_EXPERTS,
+    ("gather", "all-to-all"): RESULTS_OF_EXPERTS,
+    ("dispatch", "all-to-all"): DISPATCHED,
+}
 
 
 def tokens_and_results(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
-    """Explains a gather of a group's tokens or their gradients, and the all-to-all of results."""
+    """Explains what a group sends for its experts: tokens, results, and the gradients of both."""
     placement, experts = ledger.placement, ledger.placement.experts
-    if experts is None or c.kind not in ROLES:
+    if experts is None or (experts.method, c.kind) not in ROLES:
         return None
     if _elements_per_token(ledger, c) != placement.d_model:
         return None
-    label = ROLES[c.kind]
+    label = ROLES[experts.method, c.kind]
     if "rematted" in c.op_name:
         reason = f"sent again, because train.remat={placement.remat} recomputes the layer"
         return Explanation(c, label, 0, reason)
@@ -229,32 +234,37 @@ def tokens_and_results(ledger: ExplainedBytes, c: Collective) -> Explanation | N
     asked, claimed = ledger.claim(c, needs[:1], 1)
     if claimed > 0.99 * asked:
         is_wide = c.bytes > 1.01 * claimed
-        reason = wide_dtype_reason(c) if is_wide else _instead_of_dispatch(experts)
+        reason = wide_dtype_reason(c) if is_wide else _more_than_needed(experts)
         return Explanation(c, label, claimed * experts.necessary, reason)
     if extra := ledger.explain_extra(c, label, needs, claimed):
-        return _with_dispatch(extra, experts)
+        return _with_needed(extra, experts)
     reason = "sent more often than the experts need"
     return Explanation(c, label, claimed * experts.necessary, reason, is_needed=False)
 
 
-def _with_dispatch(extra: Explanation, experts: ShardedExperts) -> Explanation:
-    """Returns an explanation whose needed bytes are only those that a dispatch would send too."""
+def _with_needed(extra: Explanation, experts: ShardedExperts) -> Explanation:
+    """Returns an explanation whose needed bytes are only those of tokens that are needed."""
     c, claimed = extra.collective, extra.needed_bytes
     needed = claimed * experts.necessary
     extra_bytes = {
         reason: fraction * (c.bytes - claimed) for reason, fraction in extra.fractions.items()
     }
     if claimed > needed:
-        extra_bytes[_instead_of_dispatch(experts)] = claimed - needed
+        extra_bytes[_more_than_needed(experts)] = claimed - needed
     fractions = {
         reason: num_bytes / (c.bytes - needed) for reason, num_bytes in extra_bytes.items()
     }
     return Explanation(c, extra.label, needed, extra.reason, fractions=fractions)
 
 
-def _instead_of_dispatch(experts: ShardedExperts) -> str:
+def _more_than_needed(experts: ShardedExperts) -> str:
     if experts.necessary == 1:
         return ""
+    if experts.method == "dispatch":
+        return (
+            f"buffers have {1 / experts.necessary:.4g} times the places that tokens fill, if all "
+            "experts are used equally"
+        )
     return (
         f"sent for all {experts.num_shards} shards of the experts; an all-to-all of each token to "
         f"its {experts.per_token} experts would send {experts.necessary:.4g} times as many bytes, "
@@ -263,7 +273,7 @@ def _instead_of_dispatch(experts: ShardedExperts) -> str:
 
 
 def routing(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
-    """Explains the gather of the numbers and weights of each token's experts, and its gradient."""
+    """Explains what is sent of each token's experts, numbers and weights, and its gradient."""
     experts = ledger.placement.experts
     if experts is None or c.origin or not c.axes:
         return None
@@ -271,7 +281,10 @@ def routing(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
         num_routes = ledger.placement.num_tokens * experts.per_token
         is_routing = c.axes == experts.others and c.array.size == num_routes
     else:
-        is_routing = c.kind in ROLES and _elements_per_token(ledger, c) == experts.per_token
+        sizes = [experts.per_token]
+        if experts.method == "dispatch":
+            sizes = [experts.num_routes, 2 * experts.num_routes]  # XLA may leave out the numbers
+        is_routing = (experts.method, c.kind) in ROLES and _elements_per_token(ledger, c) in sizes
     if not is_routing:
         return None
     return Explanation(c, ROUTING, 0, "numbers and weights, which each token's devices need")
@@ -315,7 +328,7 @@ def layer_metrics(ledger: ExplainedBytes, c: Collective) -> Explanation | None:
 
 def _elements_per_token(ledger: ExplainedBytes, c: Collective) -> float:
     """Returns how many elements a collective over a group moves for each token; 0 for others."""
-    placement, experts = ledger.placement, ledger.placement.experts
+    experts = ledger.placement.experts
     if experts is None or not c.axes or c.axes != experts.gathered or c.origin:
         return 0
-    return c.array.size / (placement.num_tokens * experts.num_devices)
+    return c.array.size / (experts.num_places * experts.num_devices)

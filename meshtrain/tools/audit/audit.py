@@ -24,6 +24,7 @@ from meshtrain.monitor.warnings import layout_warnings
 from meshtrain.monitor.writer import units_of
 from meshtrain.ops.experts import LEFTOVER
 from meshtrain.parallel import context, sharding
+from meshtrain.parallel.dispatch import ROUNDS
 from meshtrain.parallel.mesh import Network, network_of
 from meshtrain.program import Program, assemble
 from meshtrain.tools.audit import minimum
@@ -192,7 +193,8 @@ def audit(
         )
 
     text = compiled.as_text()
-    module = hlo.parse(text)
+    # With balanced routing no tokens are left over for further rounds.
+    module = dataclasses.replace(hlo.parse(text), skipped=(ROUNDS,))
     device, state = program.mesh.devices.flat[0], program.abstract_state
     network = network_of(program.mesh, cfg.mesh.slices)
     collectives = collective_ops.find_collectives(
@@ -217,7 +219,7 @@ def audit(
             table_device,
             network,
             model_flops=_model_flops(cfg, parts.model, batch, program.mesh.size),
-            skipped=LEFTOVER if has_first_pass else "",
+            skipped=(LEFTOVER, ROUNDS) if has_first_pass else (),
         )
     return Audit(
         mesh=placement.mesh,

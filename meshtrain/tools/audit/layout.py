@@ -14,7 +14,7 @@ from meshtrain.models.base import FIRST_LAYERS_KEY, Model, Params
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import context_attention, cudnn
 from meshtrain.ops.attention import choose_for_chunks, choose_for_context
-from meshtrain.parallel import context, expert, sharding
+from meshtrain.parallel import context, dispatch, expert, sharding
 from meshtrain.parallel.grad_sync import Sync
 from meshtrain.schedules import SCHEDULES
 
@@ -85,13 +85,18 @@ class ShardedExperts:
     num_experts: int
     num_devices: int  # of a group along `gathered`
     num_shards: int  # of the experts
+    method: str  # see parallel/expert.py
+    # Tokens that a device sends to each other one: all of its own, or those of a buffer.
+    num_places: int
+    num_needed: float  # those of them that the other one's experts need, if all are used equally
+    num_routes: int  # experts of a shard that a token can use
     itemsize: int  # bytes per element of train.dtype
     has_first_pass: bool  # False: all rows are computed in the loop of ops/experts.py
 
     @property
     def necessary(self) -> float:
-        """What a dispatch of each token to its experts sends, relative to a gather; at most 1."""
-        return min(1.0, self.per_token / self.num_shards)
+        """The part of the sent tokens that the other devices' experts need; at most 1."""
+        return min(1.0, self.num_needed / self.num_places)
 
 
 @dataclass(frozen=True)
@@ -358,6 +363,16 @@ def sharded_experts(cfg: Config, batch: Any, placement: Placement) -> ShardedExp
     num_rows = cfg.train.global_batch // cfg.train.num_microbatches
     expert_axes = expert.layout(num_rows, batch.tokens.shape[1], num_experts)
     num_devices = expert_axes.num_gathered
+    itemsize = jnp.dtype(cfg.train.dtype).itemsize
+    choice = expert.choose(
+        expert_axes,
+        num_tokens=placement.num_tokens,
+        d_model=model_config.d_model,
+        itemsize=itemsize,
+        num_experts=num_experts,
+        per_token=per_token,
+        expert_groups=model_config.expert_groups,
+    )
 
     def larger_than_1(axes: Axes) -> Axes:
         return tuple(axis for axis in placement.mesh if axis in axes and placement.mesh[axis] > 1)
@@ -369,7 +384,11 @@ def sharded_experts(cfg: Config, batch: Any, placement: Placement) -> ShardedExp
         num_experts=num_experts,
         num_devices=num_devices,
         num_shards=expert_axes.num_shards,
-        itemsize=jnp.dtype(cfg.train.dtype).itemsize,
+        method=choice.method,
+        num_places=choice.num_places,
+        num_needed=choice.share * placement.num_tokens,
+        num_routes=dispatch.num_routes(per_token, num_experts // expert_axes.num_shards),
+        itemsize=itemsize,
         has_first_pass=placement.num_tokens * num_devices * per_token >= num_experts,
     )
 

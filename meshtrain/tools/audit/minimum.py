@@ -22,6 +22,7 @@ END_BROADCAST = "last stage's output or first stage's gradient, for all stages"
 KEYS_AND_VALUES = "keys and values between parts of a sequence"
 TOKENS_OF_EXPERTS = "tokens for experts"
 RESULTS_OF_EXPERTS = "results of experts"
+DISPATCHED = "tokens sent to experts, and results"
 LAYER_TRANSFER = "layers sent to the stage that runs them, gradients sent back"
 
 # No layout needs these bytes, but compilers may send them.
@@ -336,7 +337,7 @@ def _attention_bytes(attention: ShardedAttention) -> tuple[float, float]:
 def _expert_needs(placement: Placement) -> Iterator[RequiredBytes]:
     """Yields what a group sends for its experts.
 
-    Tokens and gradients are gathered, an all-to-all returns results.
+    Tokens and gradients are gathered, an all-to-all returns results; or all-to-alls do both.
     """
     experts = placement.experts
     if experts is None:
@@ -345,8 +346,11 @@ def _expert_needs(placement: Placement) -> Iterator[RequiredBytes]:
     num_layers, _ = placement.num_layers
     idle_times = placement.idle_microbatches * num_layers
     recompute_times = (num_microbatches * num_layers + idle_times) * placement.num_recomputes
-    num_tokens = (experts.num_devices - 1) * placement.num_tokens
-    for role in (TOKENS_OF_EXPERTS, RESULTS_OF_EXPERTS):
+    num_tokens = (experts.num_devices - 1) * experts.num_places
+    roles = TOKENS_OF_EXPERTS, RESULTS_OF_EXPERTS
+    if experts.method == "dispatch":
+        roles = DISPATCHED, DISPATCHED
+    for role in roles:
         for repeated in (recompute_times, 0):  # the forward and the backward pass
             yield RequiredBytes(
                 role=role,

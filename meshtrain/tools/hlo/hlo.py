@@ -108,7 +108,8 @@ class Module:
     entry: str = ""
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
     frames: dict[int, tuple[Frame, int]] = field(default_factory=dict)  # frame, id of its parent
-    skipped: str = ""  # loops with this in their name count as loops of zero iterations
+    # Loops with one of these in their name count as loops of zero iterations.
+    skipped: tuple[str, ...] = ()
     _runs: dict[str, tuple[float, bool]] = field(default_factory=dict)
 
     @cached_property
@@ -137,7 +138,7 @@ class Module:
         XLA does not write it down for all loops. `lax.scan` counts by one, from a constant up to a
         constant.
         """
-        if self.skipped and self.skipped in loop.op_name:
+        if any(name in loop.op_name for name in self.skipped):
             return 0
         if loop.num_trips is not None or "known_init_step" in loop.attributes:
             return loop.num_trips

@@ -138,11 +138,11 @@ def roofline(
     network: Network,
     *,
     model_flops: float | None,
-    skipped: str = "",
+    skipped: tuple[str, ...] = (),
 ) -> Roofline:
     """Returns the roofline of a step. `model_flops`: of one device in a step, as MFU counts them.
 
-    Loops with `skipped` in their name count as loops of zero iterations, if it is not empty.
+    Loops with one of `skipped` in their name count as loops of zero iterations.
     """
     module = replace(module, skipped=skipped, _runs={})
     labels = Labels(module)
@@ -329,7 +329,7 @@ def _transfers(
 
     transfers: dict[tuple[str, str], Transfer] = {}
     for name, tensors in tensors_of.items():
-        rate = link_rate(device, network, tensors[0].groups)
+        rate = link_rate(device, network, tensors[0].groups, tensors[0].kind)
         seconds = sum(tensor.bytes for tensor in tensors) / rate
         runs = tensors[0].count
         hidden = runs * _hidden(module, computation_of[name], name, seconds / runs, work)
@@ -349,18 +349,23 @@ def _transfers(
     return [transfers[key] for key in sorted(transfers)]
 
 
-def link_rate(device: Device, network: Network, groups: Groups) -> float:
+def link_rate(device: Device, network: Network, groups: Groups, kind: str = "") -> float:
     """Returns the bytes/s that a device sends to the others of its group; the slowest group counts.
 
     Within a host over its links; to other hosts and slices over the network adapters of all members
-    that the group has in its host, or of TPUs in its slice.
+    that the group has in its host, or of TPUs in its slice. An all-to-all sends other bytes to each
+    member, so that a device's bytes for other hosts leave through its own adapter.
     """
     places = np.stack([network.slices.ravel(), network.hosts.ravel()])
     rates = {device.link}
     for group in groups:
         num_places = len({*map(tuple, places[:, [*group]].T.tolist())})
         if num_places > 1:
-            rates.add(len(group) / num_places * device.network)
+            num_near = len(group) / num_places  # members in the same host
+            if kind == "all-to-all":
+                rates.add(device.network * (len(group) - 1) / (len(group) - num_near))
+            else:
+                rates.add(num_near * device.network)
     return min(rates)
 
 

@@ -212,6 +212,7 @@ _WORDS = {
     "sequence_parallel": "sequence-sharded",
     "loss_scale": "loss scaled",
     "context_method": "context by {}",
+    "expert_method": "experts by {}",
     "attention_impl": "{} attention",
     "loss_chunks": "{} loss chunks",
     "unroll": "unroll {}",

@@ -12,12 +12,15 @@ from meshtrain.config import checks
 from meshtrain.config.schema import (
     AXES,
     CONTEXT_METHODS,
+    EXPERT_METHODS,
     KEEP,
     KERNELS,
     SYNC_PATTERNS,
     MeshConfig,
 )
 from meshtrain.ops.kernels import why_not
+from meshtrain.parallel import expert, sharding
+from meshtrain.parallel.mesh import make_mesh
 from meshtrain.parallel.sharding import ZERO_AXES
 from meshtrain.schedules import SCHEDULES
 from meshtrain.tools.verify import adapters
@@ -96,8 +99,8 @@ def _adapters(case: VerifyCase) -> list[Row]:
 def _bases(case: VerifyCase) -> list[Row]:
     """Returns every layout of all devices.
 
-    It has the sizes of the axes, ZeRO stage, number of micro-batches, pipeline settings and method
-    of context parallelism.
+    It has the sizes of the axes, ZeRO stage, number of micro-batches, pipeline settings, and the
+    methods of context and expert parallelism.
     """
     num_devices = jax.device_count()
     # Without experts the axis `expert` only shards the batch, as data does.
@@ -115,14 +118,16 @@ def _bases(case: VerifyCase) -> list[Row]:
             NUM_MICROBATCHES,
             _pipelines(case, sizes),
             _context_methods(case, sizes),
+            _expert_methods(case, sizes),
         )
-        for zero_stage, num_microbatches, pipeline, context_method in combinations:
+        for zero_stage, num_microbatches, pipeline, context_method, expert_method in combinations:
             layout = {
                 **sizes,
                 "zero_stage": zero_stage,
                 "num_microbatches": num_microbatches,
                 **pipeline,
                 "context_method": context_method,
+                "expert_method": expert_method,
                 SHORT_GROUP: num_microbatches % sizes["pipeline"] > 0,
             }
             if not _faults(case, layout):
@@ -159,6 +164,18 @@ def _context_methods(case: VerifyCase, sizes: Mapping[str, int]) -> list[str | N
     if case.raw["model"]["num_heads"] % (context * sizes["tensor"]):
         methods.remove("ulysses")
     return methods
+
+
+def _expert_methods(case: VerifyCase, sizes: Mapping[str, int]) -> list[str | None]:
+    """Returns every method by which tokens reach the experts, for these axis sizes."""
+    if sizes.get("expert", 1) == 1:
+        return [None]
+    with jax.set_mesh(make_mesh(**sizes)), sharding.use_rules(case.raw["rules"]):
+        num_experts = case.raw["model"]["num_experts"]
+        axes = expert.layout(case.global_batch, 2 * jax.device_count(), num_experts)
+    if axes.num_gathered == 1:
+        return [None]  # by these rules devices exchange no tokens
+    return [name for name in EXPERT_METHODS if name != "auto"]
 
 
 def _faults(case: VerifyCase, layout: Row) -> list[str]:

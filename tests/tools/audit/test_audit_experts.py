@@ -3,23 +3,26 @@
 The loops of these steps depend on the routing.
 """
 
+import math
+
 import jax
 import numpy as np
 import pytest
 
 from meshtrain import hardware
-from meshtrain.ops import experts
 from meshtrain.parallel import expert, sharding
 from meshtrain.tools.audit import audit, text
 from tests.lib.audits import assert_explained
 from tests.lib.configs import tiny_config
 
 TOKENS, RESULTS, SUMS = "tokens for experts", "results of experts", "gradients summed"
+DISPATCHED = "tokens sent to experts, and results"
 D_MODEL, NUM_LAYERS, NUM_TOKENS, PER_TOKEN = 32, 2, 16 * 16, 2  # of tiny_config
 
 
-def audited(mesh, model=None, train=None, pipeline=None):
+def audited(mesh, model=None, train=None, pipeline=None, method="gather"):
     c = tiny_config()
+    c.expert.method = method
     c.model.update(num_experts=8, experts_per_token=PER_TOKEN, d_expert=48)
     c.model.update(model or {})
     c.train.update(train or {})
@@ -52,11 +55,45 @@ def test_a_group_sends_by_the_formula_and_the_minimum_is_a_dispatch(mesh, num_sh
     each = (e - 1) * local * D_MODEL * 4
     for label in (TOKENS, RESULTS):  # in both passes of each layer
         assert result.bytes_for(label, "expert") == 2 * NUM_LAYERS * each
-        share = min(1, PER_TOKEN / num_shards)
-        assert needed(result, label, "expert") == 2 * NUM_LAYERS * each * share
+        # Of all pairs of experts, those of which one is in a shard.
+        num_own = 8 // num_shards
+        share = 1 - math.comb(8 - num_own, PER_TOKEN) / math.comb(8, PER_TOKEN)
+        bytes_needed = needed(result, label, "expert")
+        np.testing.assert_allclose(bytes_needed, 2 * NUM_LAYERS * each * share)
         reasons = [reason for _, found, reason, _ in result.extra_bytes if found == label]
         assert len(reasons) == (share < 1)
-        assert all(f"would send {share} times" in reason for reason in reasons)
+        assert all(f"would send {share:.4g} times" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "train", "pipeline"),
+    [
+        ({"expert": 8}, {}, {}),
+        pytest.param({"expert": 4, "fsdp": 2}, dict(dtype="bfloat16"), {}, marks=pytest.mark.slow),
+        pytest.param({"expert": 2, "tensor": 2, "data": 2}, {}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            {"expert": 2, "context": 2, "fsdp": 2}, dict(remat="full"), {}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"pipeline": 2, "expert": 4}, dict(num_microbatches=4), {}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_a_dispatch_is_explained_and_its_buffers_are_a_third_above_the_minimum(
+    mesh, train, pipeline
+):
+    result = audited(mesh, train=train, pipeline=pipeline, method="dispatch")
+    assert_explained(result)
+    assert result.bytes_for(TOKENS, "expert") == result.bytes_for(RESULTS, "expert") == 0
+    sent, minimum = result.bytes_for(DISPATCHED, "expert"), needed(result, DISPATCHED, "expert")
+    again = sum(
+        row[3]
+        for row in result.extra_bytes
+        if row[1] == DISPATCHED
+        and ("again" in row[2] or "lock step" in row[2] or "recomp" in row[2])
+    )
+    assert 1 < (sent - again) / minimum <= 1.35
 
 
 @pytest.mark.slow
@@ -126,7 +163,7 @@ def test_no_collective_is_in_the_loop_of_leftover_blocks(monkeypatch):
     assert all(one.collective.count_known for one in result.explanations)
     # With iterations that differ between devices, each iteration asks all devices whether one
     # continues.
-    monkeypatch.setattr(experts, "_largest", lambda count: count)
+    monkeypatch.setattr(sharding, "largest_of_mapped", lambda count: count)
     assert any("loops of unknown length" in warning for warning in audited({"expert": 4}).warnings)
 
 

@@ -225,6 +225,10 @@ def test_a_group_over_hosts_has_their_network_adapters():
     assert link_rate(h200, in_hosts, data) == 50e9  # one device of each host
     assert link_rate(h200, in_hosts, (tuple(range(32)),)) == 400e9
     assert link_rate(h200, in_hosts, ((0, 1), (7, 8))) == 50e9  # the slowest pair counts
+    # Of the 31 others of an all-to-all 24 are in other hosts, and get different bytes.
+    rate = link_rate(h200, in_hosts, (tuple(range(32)),), "all-to-all")
+    np.testing.assert_allclose(rate, 50e9 * 31 / 24)
+    assert link_rate(h200, in_hosts, tuple(tensor), "all-to-all") == 450e9
     assert link_rate(devices()["v5p"], Network(0 * hosts, 0 * hosts), data) == 180e9
 
 
