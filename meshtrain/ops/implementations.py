@@ -2,7 +2,8 @@
 
 from meshtrain.errors import choice_faults
 
-NAMES = ("auto", "xla", "cudnn", "blockwise")
+NAMES = ("auto", "xla", "cudnn", "splash", "blockwise")
+FUSED = ("cudnn", "splash")  # kernels that name their results for `train.remat`
 WITH_BLOCKS = ("xla", "blockwise")
 
 
