@@ -1,4 +1,4 @@
-"""Causal attention with three implementations: XLA, cuDNN's fused kernels, and blockwise."""
+"""Causal attention: XLA, blockwise, and the fused kernels of cuDNN (GPU) and splash (TPU)."""
 
 from functools import partial
 from typing import Any
@@ -8,9 +8,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.errors import ConfigError
-from meshtrain.ops import blockwise, context_attention, context_fused, cudnn, implementations
+from meshtrain.ops import (
+    blockwise,
+    context_attention,
+    context_fused,
+    cudnn,
+    implementations,
+    splash,
+)
 from meshtrain.ops.blockwise import Dropout
-from meshtrain.parallel import context, sharding
+from meshtrain.parallel import accelerator, context, sharding
 from meshtrain.parallel.remat import ATTENTION
 
 # B batch, S and T sequence (queries and keys), H heads = G key/value heads x R, Q = R x S, K head
@@ -45,7 +52,8 @@ def attention(
     2408.00118). `window`: the number of positions that a query sees, its own included (Mistral,
     arXiv 2310.06825). It applies if `is_local`, which is an array where layers differ.
     `implementation` is one of implementations.NAMES; "xla:N" and "blockwise:N" compute blocks of N
-    positions. `dropout` sets random probabilities to 0; without a cache only, and not with cuDNN.
+    positions. `dropout` sets random probabilities to 0; without a cache only, and not with
+    fused kernels.
     Without a cache, a sequence that the rules shard is in the order of `context.order`; see
     parallel/context.py. The softmax is in float32 or wider. Raises ConfigError if `implementation`
     does not support the inputs.
@@ -81,7 +89,8 @@ def _attend_whole(
 ) -> jax.Array:
     """Computes `attention` of sequences that are not sharded.
 
-    `is_named`: the result has the name ATTENTION, for `train.remat`; that of cuDNN has it already.
+    `is_named`: the result has the name ATTENTION, for `train.remat`; that of a fused kernel has it
+    already.
     """
     S, K, V = q_BSHK.shape[1], q_BSHK.shape[-1], v_BTGV.shape[-1]
     kind, block = implementations.split(implementation)
@@ -100,10 +109,10 @@ def _attend_whole(
     inputs = q_BSHK, k_BTGK, v_BTGV
     if isinstance(is_local, bool):
         window = window if is_local else None
-    elif window is not None and name != "cudnn":
+    elif window is not None and name not in implementations.FUSED:
         window = jnp.where(is_local, window, UNLIMITED_WINDOW)
 
-    if name != "cudnn":
+    if name not in implementations.FUSED:
         function = _xla if name == "xla" else blockwise.attention
         out_BSHV = function(
             *inputs,
@@ -117,6 +126,17 @@ def _attend_whole(
             dropout=dropout,
         )
         return checkpoint_name(out_BSHV, ATTENTION) if is_named else out_BSHV
+
+    if name == "splash":
+        return splash.attention(
+            *inputs,
+            segments_BS,
+            start=start,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            is_local=is_local,
+        )
 
     def fused(window, *inputs):
         return cudnn.attention(
@@ -185,7 +205,7 @@ def _attend_sharded(
         )
         out_BSHV = context.ulysses(compute, q_BSHK, k_BSGK, v_BSGV, segments_BS)
         kind, _ = implementations.split(implementation)
-        is_fused = choose_implementation(kind, **shapes)[0] == "cudnn"
+        is_fused = choose_implementation(kind, **shapes)[0] in implementations.FUSED
         return out_BSHV if is_fused else checkpoint_name(out_BSHV, ATTENTION)
     kernel, _ = choose_for_chunks(implementation, window=seen_window, **shapes)
     if kernel:
@@ -235,14 +255,14 @@ def choose_for_context(
         num_heads,
         num_kv_heads,
         num_devices,
-        fused=inside == "cudnn",
+        fused=inside in implementations.FUSED,
         fused_chunks=bool(kernel),
     )
     if method == "ulysses":
         return method, f"{method} over {num_devices} devices, {text}"
-    if kind == "cudnn" and reason:
+    if kind in implementations.FUSED and reason:
         raise ConfigError(
-            f"model.attention_impl='cudnn': context.method={method!r}: {reason}; use 'auto' or "
+            f"model.attention_impl={kind!r}: context.method={method!r}: {reason}; use 'auto' or "
             "'blockwise', or context.method='ulysses'"
         )
     reason = reason and f"; not cudnn: {reason}"
@@ -257,6 +277,8 @@ def choose_for_chunks(
     A name of chunk_kernels, or "" for blocks. Arguments as for `choose_for_context`.
     """
     kind, _ = implementations.split(name)
+    if kind == "splash":
+        return "", "it computes whole sequences only"
     if kind not in ("auto", "cudnn", "emulated"):
         return "", ""
     length = seq_len // (2 * sharding.num_shards("seq", seq_len))
@@ -283,27 +305,35 @@ def choose_implementation(
 ) -> tuple[str, str]:
     """Returns the implementation that `name` selects for these shapes, and text to log about it.
 
-    `packed`: rows hold several documents. `dropout`: of probabilities. "auto" selects cuDNN if it
-    supports them; otherwise XLA, which stores the S x S scores, up to MAX_XLA_TOKENS tokens, and
-    blockwise above. "emulated" is for chunks, and selects one of the last two. Raises ConfigError
-    if `name` is "cudnn" and cuDNN does not support them.
+    `packed`: rows hold several documents. `dropout`: of probabilities. "auto" selects the fused
+    kernel of the platform if it supports them: splash on TPUs, cuDNN elsewhere. Otherwise XLA,
+    which stores the S x S scores, up to MAX_XLA_TOKENS tokens, and blockwise above. "emulated" is
+    for chunks, and selects one of the last two. Raises ConfigError if `name` is a fused kernel that
+    does not support them.
     """
-    if name not in ("auto", "cudnn", "emulated"):
+    if name not in ("auto", "emulated", *implementations.FUSED):
         return name, name
-    reason = "it is emulated" if name == "emulated" else ""
-    reason = reason or cudnn.why_not(head_dim, dtype, softcap, packed, dropout)
-    if name == "cudnn" and reason:
+    kernel = name
+    if name in ("auto", "emulated"):
+        kernel = "splash" if accelerator.platform() == "tpu" else "cudnn"
+    if name == "emulated":
+        reason = "it is emulated"
+    elif kernel == "splash":
+        reason = splash.why_not(dtype, dropout)
+    else:
+        reason = cudnn.why_not(head_dim, dtype, softcap, packed, dropout)
+    if name == kernel and reason:
         raise ConfigError(
-            f"model.attention_impl='cudnn': {reason}; use 'auto', 'xla' or 'blockwise'"
+            f"model.attention_impl={name!r}: {reason}; use 'auto', 'xla' or 'blockwise'"
         )
     if not reason:
-        return "cudnn", "cudnn"
+        return kernel, kernel
     name = "xla" if seq_len <= MAX_XLA_TOKENS else "blockwise"
-    return name, f"{name}; not cudnn: {reason}"
+    return name, f"{name}; not {kernel}: {reason}"
 
 
 def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:
-    """Returns the implementation with a key/value cache, which cuDNN does not support."""
+    """Returns the implementation with a key/value cache, which no fused kernel supports."""
     kind, _ = implementations.split(name)
     is_long = kind == "blockwise" or (kind != "xla" and num_keys > MAX_XLA_TOKENS)
     if not is_long or num_queries == 1:

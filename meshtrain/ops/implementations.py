@@ -2,7 +2,8 @@
 
 from meshtrain.errors import choice_faults
 
-NAMES = ("auto", "xla", "cudnn", "blockwise", "emulated")
+NAMES = ("auto", "xla", "cudnn", "splash", "blockwise", "emulated")
+FUSED = ("cudnn", "splash")  # kernels that name their results for `train.remat`
 WITH_BLOCKS = ("xla", "blockwise")
 
 

@@ -1,11 +1,12 @@
 """Explains each collective by the needs of the layout; the rest is reported as not needed."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from meshtrain.tools.audit import activation_rules, parameter_rules
 from meshtrain.tools.audit.layout import Placement
 from meshtrain.tools.audit.minimum import ExplainedBytes, Explanation
-from meshtrain.tools.hlo.collective_ops import Collective
+from meshtrain.tools.hlo.collective_ops import PADDED_NOTE, Collective
 
 # Returns what a collective is for, or None if the rule does not apply to it.
 Rule = Callable[[ExplainedBytes, Collective], Explanation | None]
@@ -36,6 +37,10 @@ def explain(
 
 
 def _first(rules: Iterable[Rule], ledger: ExplainedBytes, c: Collective) -> Explanation | None:
+    if c.sent_as:
+        # As what it is for; the bytes that it sends beyond that have a reason of their own.
+        meant = _first(rules, ledger, replace(c, sent_as=""))
+        return meant and replace(meant, collective=c, reason=meant.reason or PADDED_NOTE)
     for rule in rules:
         if explanation := rule(ledger, c):
             return explanation

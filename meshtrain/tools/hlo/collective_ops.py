@@ -34,6 +34,9 @@ HELPERS = ("constrain", "gathered", "flat_dot_general", "Linear", "look_up", "lo
 REDUCE_SCATTER_NOTE = "all-reduce + slice on CPU, a reduce-scatter on GPU and TPU"
 BITS_NOTE = "sent in 32 bits on CPU; counted in the 16 bits that GPU and TPU send"
 MESSAGE_NOTE = "sent between TPU slices as messages, padded to tiles of 8 x 128 elements"
+PADDED_NOTE = (
+    "a gather that libtpu sends as an all-reduce of shards padded with zeros, in twice the bytes"
+)
 SUBGROUP_NOTE = "over groups of only some of the devices along this axis"
 
 
@@ -54,6 +57,7 @@ class Collective:
     origin: str  # the step's argument whose values a gather moves; empty: computed values
     groups: Groups  # the devices of each group, or each (source, target) of a permutation
     notes: tuple[str, ...] = ()
+    sent_as: str = ""  # the kind that the program has, if it is not `kind`
 
     @property
     def tensor_bytes(self) -> float:
@@ -62,7 +66,8 @@ class Collective:
     @property
     def bytes(self) -> float:
         """Bytes that each device sends per step, with a bandwidth-optimal algorithm."""
-        return self.count * bytes_sent(self.kind, self.tensor_bytes, self.group_size)
+        kind = self.sent_as or self.kind
+        return self.count * bytes_sent(kind, self.tensor_bytes, self.group_size)
 
     @property
     def phase(self) -> str:
@@ -153,10 +158,13 @@ def _tensors(
     for element, array in enumerate(_arrays(module, computation, instruction, kind, size)):
         index = element if len(instruction.results) > 1 else None
         uses = list(dataflow.uses(module, computation, instruction.name, index))
-        origin, smallest = "", array.itemsize
+        origin, smallest, is_padded = "", array.itemsize, False
         if element < len(instruction.operands):
             value = (computation, instruction.operands[element], None)
             origin, smallest = dataflow.source_argument(module, value)
+            is_padded = kind == "all-reduce" and dataflow.is_padded_shard(
+                module, value, array.size / size
+            )
 
         # XLA on CPU sends 16-bit values in 32 bits. A copy needs no more bits than its source; a
         # sum in float32 does.
@@ -170,9 +178,12 @@ def _tensors(
         is_scatter = kind == "all-reduce" and dataflow.is_sliced_per_device(
             module, uses, array.size / size
         )
+        meant = "all-gather" if is_padded else "reduce-scatter" if is_scatter else kind
         notes = []
         if is_scatter:
             notes.append(REDUCE_SCATTER_NOTE)
+        if is_padded:
+            notes.append(PADDED_NOTE)
         if is_promoted:
             notes.append(BITS_NOTE)
         if instruction.opcode == "send":
@@ -183,7 +194,8 @@ def _tensors(
         described = _described_element(module, computation, instruction, element)
         collective = Collective(
             name=instruction.name,
-            kind="reduce-scatter" if is_scatter else kind,
+            kind=meant,
+            sent_as=kind if is_padded else "",
             axes=axes,
             group_size=size,
             array=array,

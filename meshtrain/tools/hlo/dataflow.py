@@ -150,6 +150,37 @@ def is_sliced_per_device(module: Module, uses_of_value: list[Use], size: float) 
     return bool(uses_of_value) and all(fits(*use) for use in uses_of_value)
 
 
+def is_padded_shard(module: Module, value: Value, size: float) -> bool:
+    """Returns whether a value is zeros but for a device's own part, of `size` elements."""
+    computation, name, _ = _origin(module, value)
+    update = module.computations[computation].get(name)
+    if update is None or update.opcode != "dynamic-update-slice":
+        return False
+    buffer, part, *starts = update.operands
+    part_of_device = module.computations[computation].get(part)
+    if part_of_device is None or part_of_device.results[0].size != size:
+        return False
+    if not any(_depends_on_device(module, (computation, start, None)) for start in starts):
+        return False
+    computation, name, _ = _origin(module, (computation, buffer, None))
+    fill = module.computations[computation].get(name)
+    if fill is None or fill.opcode != "broadcast":
+        return False
+    computation, name, _ = _origin(module, (computation, fill.operands[0], None))
+    number = module.computations[computation].get(name)
+    return number is not None and number.opcode == "constant" and number.operand_text == "0"
+
+
+def _origin(module: Module, value: Value) -> Value:
+    """Returns the value that this one is a copy or a part of, as far as that can be traced."""
+    for _ in range(200):
+        source = _copied_from(module, value)
+        if source is None:
+            return value
+        value = source
+    return value
+
+
 def _depends_on_device(module: Module, value: Value) -> bool:
     """Returns whether a value is computed from the device's number."""
     seen, todo = set(), [value]

@@ -136,7 +136,7 @@ class Module:
         """Returns the number of iterations of a `while`; None if it is not found, or not constant.
 
         XLA does not write it down for all loops. `lax.scan` counts by one, from a constant up to a
-        constant.
+        constant; libtpu unrolls loops, which then count by two.
         """
         if any(name in loop.op_name for name in self.skipped):
             return 0
@@ -158,7 +158,26 @@ class Module:
             return None
         start = self._constant(computation, state.operands[index])
         limit = self._constant(condition, compare.operands[1])
-        return None if start is None or limit is None else max(limit - start, 0)
+        if start is None or limit is None:
+            return None
+        return max(0, math.ceil((limit - start) / self._step(loop, index)))
+
+    def _step(self, loop: Instruction, index: int) -> int:
+        """Returns by how much a loop increases its counter; 1 if that is not found."""
+        body = loop.computation("body")
+        root = self._root(body)
+        if root.opcode != "tuple":
+            return 1
+        value = self.computations[body][root.operands[index]]
+        while value.opcode in ("copy", "bitcast"):
+            value = self.computations[body][value.operands[0]]
+        if value.opcode == "fusion":
+            body = value.called[0]
+            value = self._root(body)
+        if value.opcode != "add":
+            return 1
+        steps = [self._constant(body, operand) for operand in value.operands]
+        return next((step for step in steps if step), 1)
 
     def _root(self, computation: str) -> Instruction:
         instructions = self.computations[computation].values()
@@ -220,6 +239,10 @@ def parse(text: str) -> Module:
     counts = [int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)]
     module = Module(num_devices=math.prod(counts))
     body: dict[str, Instruction] | None = None
+    # XLA writes the metadata of a Pallas kernel for TPUs on lines of its own.
+    text = re.sub(
+        r"kernel_metadata=\{\n(?:.*\n)*?\}", lambda match: match[0].replace("\n", ""), text
+    )
     for line in text.splitlines():
         if body is not None and line.startswith(" "):
             if instruction := _instruction(line):

@@ -27,6 +27,8 @@ SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask for the metadata of a Google Cloud host
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any value: without one libtpu warns
     "TPU_WORKER_HOSTNAMES": "localhost",  # as above
+    # A compiler uses no TPU, so several may run at once; libtpu's lock file would admit one.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled",
     "TPU_STDERR_LOG_LEVEL": "1",  # warnings
     # jaxlib 0.12 cannot read a program of devices that are not there from the compile cache.

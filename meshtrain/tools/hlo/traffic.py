@@ -28,6 +28,7 @@ MESSAGES = ("send", "recv")  # between TPU slices
 SLICES = ("dynamic-slice", "slice", "gather")
 MATMUL = re.compile(r'custom_call_target="[^"]*(cublas|gemm)')
 ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
+SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")  # jax's names of its kernels for TPUs
 
 
 def executed(module: Module) -> Iterator[tuple[str, float]]:
@@ -186,13 +187,78 @@ def products(module: Module, computation: str, instruction: Instruction) -> list
         ]
     if instruction.opcode == "convolution":
         # TPUs multiply matrices by convolutions.
-        kernel = body[instruction.operands[1]].results[0]
-        labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
-        if labels:
-            num_outputs = kernel.shape[labels[1].index("o")]
-            flops = 2.0 * instruction.results[0].size * kernel.size / num_outputs
-            return [Product(flops, kernel.itemsize, dims=())]
+        image, kernel = (body[name].results[0] for name in instruction.operands[:2])
+        return _products_of_convolution(image, kernel, instruction.results[0], attributes)
     return []
+
+
+def _products_of_convolution(
+    image: Array, kernel: Array, output: Array, attributes: str
+) -> list[Product]:
+    """Returns the product of a convolution, without the taps that read only padding.
+
+    libtpu writes the product of batched matrices as a window as wide as the batch, with padding
+    everywhere but at one position.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    if not labels:
+        return []
+    image_labels, kernel_labels, output_labels = labels.groups()
+    num_pairs = 1
+    for dim in range(len(output_labels) - 2):
+        label = str(dim)
+        num_pairs *= _num_taps(
+            image.shape[image_labels.index(label)],
+            kernel.shape[kernel_labels.index(label)],
+            output.shape[output_labels.index(label)],
+            **_window_of_dim(attributes, dim),
+        )
+    num_products = (
+        output.shape[output_labels.index("b")]
+        * output.shape[output_labels.index("f")]
+        * kernel.shape[kernel_labels.index("i")]
+        * num_pairs
+    )
+    return [Product(2.0 * num_products, kernel.itemsize, dims=())]
+
+
+def _window_of_dim(attributes: str, dim: int) -> dict[str, int]:
+    """Returns the padding before the input, the stride and the dilations of a spatial dim."""
+    window = re.search(r"window=\{([^}]*)\}", attributes)
+    values = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
+
+    def value(key: str, default: str) -> int:
+        if key not in values:
+            return int(default)
+        return int(values[key].split("x")[dim].partition("_")[0])
+
+    return {
+        "padding": value("pad", "0"),
+        "stride": value("stride", "1"),
+        "image_dilation": value("lhs_dilate", "1"),
+        "kernel_dilation": value("rhs_dilate", "1"),
+    }
+
+
+def _num_taps(
+    image_size: int,
+    kernel_size: int,
+    output_size: int,
+    *,
+    padding: int,
+    stride: int,
+    image_dilation: int,
+    kernel_dilation: int,
+) -> int:
+    """Returns the pairs of an output and a tap, along a spatial dim, that read an input element."""
+    starts = np.arange(output_size) * stride - padding
+    num_taps = 0
+    for tap in range(kernel_size):
+        position = starts + tap * kernel_dilation
+        # Between the elements of a dilated input are zeros.
+        is_inside = (position >= 0) & (position <= (image_size - 1) * image_dilation)
+        num_taps += int((is_inside & (position % image_dilation == 0)).sum())
+    return num_taps
 
 
 def _size_of_dims(array: Array, attributes: str, key: str) -> int:
@@ -213,7 +279,7 @@ def matmul_flops(module: Module, computation: str, instruction: Instruction) -> 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of cuDNN's fused attention."""
+    """A call of a fused attention kernel: cuDNN's, or splash attention."""
 
     flops: float
     head_dim: int
@@ -223,26 +289,62 @@ class AttentionCall:
 def attention_call(
     module: Module, computation: str, instruction: Instruction
 ) -> AttentionCall | None:
-    """Returns the call of cuDNN's fused attention in an instruction; None if there is none.
-
-    Two products forward, five backward; half of each if it is causal.
-    """
-    match = instruction.opcode == "custom-call" and ATTENTION.search(instruction.attributes)
-    if not match:
+    """Returns the call of a fused attention kernel in an instruction; None if there is none."""
+    if instruction.opcode != "custom-call":
         return None
     body = module.computations[computation]
-    query_name, key_name = instruction.operands[:2]
-    query_shape = body[query_name].results[0].shape  # (B, S, H, K)
-    key_shape = body[key_name].results[0].shape  # (B, T, G, K)
-    is_backward = "Backward" in match[1]
+    operands = [body[name].results[0] for name in instruction.operands]
+    if match := ATTENTION.search(instruction.attributes):
+        return _cudnn_call(match[1], operands, instruction.attributes)
+    if match := SPLASH.search(instruction.name):
+        return _splash_call(match[1], operands, instruction)
+    return None
+
+
+def _cudnn_call(name: str, operands: list[Array], attributes: str) -> AttentionCall:
+    """Two products forward, five backward; half of each if it is causal."""
+    query_shape, key_shape = operands[0].shape, operands[1].shape  # (B, S, H, K), (B, T, G, K)
+    is_backward = "Backward" in name
     num_products = 5 if is_backward else 2
-    half = 0.5 if "CAUSAL" in instruction.attributes else 1
+    half = 0.5 if "CAUSAL" in attributes else 1
     flops = 2 * num_products * half * math.prod(query_shape) * key_shape[1]
     return AttentionCall(flops, query_shape[-1], is_backward)
 
 
+def _splash_call(kernel: str, operands: list[Array], instruction: Instruction) -> AttentionCall:
+    """The products of queries and keys, and those with values, of half the scores.
+
+    Or of the blocks that a window leaves in a row, or in a column; the fused backward kernel has
+    all of them in its grid, so a window does not count there. The first operands are the numbers of
+    these blocks, (1, queries, keys), then queries (..., H, S, K), keys and values.
+    """
+    query, key, value = [array for array in operands if array.dtype in ("bf16", "f32")][:3]
+    length = key.shape[-2]
+    if kernel == "fwd":
+        num_of_keys, num_of_values = 1, 1
+        block, num_visited = "block_kv", operands[0].shape[-1]
+    elif kernel == "dq":
+        num_of_keys, num_of_values = 2, 1
+        block, num_visited = "block_kv_dq", operands[0].shape[-1]
+    else:
+        # The fused kernel returns a part of the gradient of the queries for each block of keys.
+        is_fused = any(len(array.shape) > len(query.shape) for array in instruction.results)
+        num_of_keys, num_of_values = (3 if is_fused else 2), 2
+        block, num_visited = "block_q_dkv", operands[0].shape[-2]
+    seen = 0.5
+    block_size = re.search(rf"{block}\W+(\d+)", instruction.attributes)
+    if block_size:
+        seen = min(seen, num_visited * int(block_size[1]) / length)
+    per_score = num_of_keys * query.shape[-1] + num_of_values * value.shape[-1]
+    return AttentionCall(
+        flops=2 * per_score * seen * math.prod(query.shape[:-1]) * length,
+        head_dim=query.shape[-1],
+        is_backward=kernel != "fwd",
+    )
+
+
 def attention_flops(module: Module, computation: str, instruction: Instruction) -> float:
-    """Returns the FLOPs of cuDNN's fused attention; 0 if the instruction is none."""
+    """Returns the FLOPs of a fused attention kernel; 0 if the instruction is none."""
     call = attention_call(module, computation, instruction)
     return call.flops if call else 0
 

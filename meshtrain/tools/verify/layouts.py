@@ -35,7 +35,7 @@ UNROLL = (1, 3)
 
 # Several blocks at the sequence length of a case, the last one shorter. The first, for chunks of a
 # sequence, without dropout: the first row has both.
-ATTENTION_IMPLS = ("emulated", "xla", "xla:6", "blockwise:3")
+ATTENTION_IMPLS = ("emulated", "xla", "xla:6", "blockwise:3", "splash")
 LOSS_CHUNKS = (0, 3)
 
 # Says whether the last group of micro-batches of an interleaved schedule is shorter; covered in
@@ -55,6 +55,10 @@ def select(
     """
     factors = [factor for factor in _factors(case, without) if not fixed.keys() & factor[0].keys()]
     rows = pairwise(_bases(case), [*factors, [dict(fixed)]])
+    for row in rows:
+        # These methods compute in blocks.
+        if row.get("attention_impl") == "splash" and row["context_method"] in ("ring", "gather"):
+            row["attention_impl"] = "blockwise:3"
     return [{name: row[name] for name in row if name != SHORT_GROUP} for row in rows]
 
 
@@ -75,17 +79,33 @@ def _factors(case: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
         switch("masks", case.is_text and "masks" not in without),
         switch("sequence_parallel", has_residual_rule),
         switch("loss_scale"),
-        switch("dropout", case.model.row_keys)[::-1],
         [{"sync_pattern": name} for name in SYNC_PATTERNS],
         _adapters(case),
     ]
+    dropout = switch("dropout", case.model.row_keys)[::-1]
     if case.is_transformer and "attention_impl" in model:
-        factors.append([{"attention_impl": name} for name in ATTENTION_IMPLS])
+        factors.append(_implementations(dropout))
         factors.append([{"loss_chunks": number} for number in LOSS_CHUNKS])
         device = jax.devices()[0]
         formulas = [name for name in KERNELS if name != "auto" and not why_not(name, device)]
         factors.append([{"kernels": name} for name in formulas])
+    else:
+        factors.append(dropout)
     return factors
+
+
+def _implementations(dropout: list[Row]) -> list[Row]:
+    """Returns each implementation of attention with each level of dropout that it supports.
+
+    Early rows have the first levels: those are every implementation once, which `--quick` tries.
+    """
+    levels = []
+    for shift in range(len(dropout)):
+        for number, name in enumerate(ATTENTION_IMPLS):
+            level = dropout[(number + shift) % len(dropout)]
+            if name != "splash" or not level["dropout"]:
+                levels.append({"attention_impl": name, **level})
+    return levels
 
 
 def _adapters(case: VerifyCase) -> list[Row]:

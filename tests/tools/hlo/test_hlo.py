@@ -179,6 +179,65 @@ def test_counts_of_nested_loops_are_multiplied(trips, count, known):
     assert (c.count, c.count_known, c.bytes) == (count, known, count * 128)
 
 
+UNROLLED = """
+%next (x: u32[]) -> u32[] {
+  %x = u32[] parameter(0)
+  %two.1 = u32[] constant(2)
+  ROOT %sum.1 = u32[] add(%x, %two.1)
+}
+%below (s: (u32[], f32[8,4])) -> pred[] {
+  %s = (u32[], f32[8,4]{1,0}) parameter(0)
+  %n = u32[] get-tuple-element(%s), index=0
+  %limit = u32[] constant(7)
+  ROOT %t = pred[] compare(%n, %limit), direction=LT
+}
+%twice (s.1: (u32[], f32[8,4])) -> (u32[], f32[8,4]) {
+  %s.1 = (u32[], f32[8,4]{1,0}) parameter(0)
+  %n.1 = u32[] get-tuple-element(%s.1), index=0
+  %copy = u32[] copy(%n.1)
+  %two = u32[] constant(2)
+  %following = u32[] STEP
+  %a = f32[8,4]{1,0} get-tuple-element(%s.1), index=1
+  %c = f32[8,4]{1,0} all-reduce(%a), replica_groups=[4,2]<=[8], to_apply=%add
+  ROOT %r = (u32[], f32[8,4]{1,0}) tuple(%following, %c)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "count"),
+    [
+        ("add(%copy, %two)", 4),
+        ("fusion(%n.1), kind=kLoop, calls=%next", 4),
+        ("multiply(%copy, %two)", 7),
+    ],
+)
+def test_a_loop_that_was_unrolled_counts_by_more_than_one(step, count):
+    """From 0 up to 7 by 2; by one, as `lax.scan` does, where the step is not found."""
+    (c,) = collectives_in(
+        """
+  %zero = u32[] constant(0)
+  %state = (u32[], f32[8,4]{1,0}) tuple(%zero, %p)
+  %w = (u32[], f32[8,4]{1,0}) while(%state), condition=%below, body=%twice""",
+        ADD + UNROLLED.replace("STEP", step),
+    )
+    assert (c.count, c.count_known) == (count, True)
+
+
+def test_an_instruction_may_have_the_metadata_of_a_kernel_on_other_lines():
+    """As jaxlib writes Pallas kernels for TPUs. The computation continues after it."""
+    (c,) = collectives_in(
+        """
+  %k = f32[8,4]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128, \\"block_kv\\": 64}"
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %c = f32[8,4]{1,0} all-reduce(%k), replica_groups=[4,2]<=[8], to_apply=%add""",
+        ADD,
+    )
+    assert c.bytes == 128
+
+
 @pytest.mark.parametrize(
     ("start", "compare", "count", "known"),
     [
@@ -250,6 +309,45 @@ def test_an_all_reduce_of_which_each_device_uses_its_slice_is_a_reduce_scatter(o
     (c,) = collectives_in(body, ADD + SLICE.replace("OFFSET", offset))
     assert c.kind == kind
     assert (collective_ops.REDUCE_SCATTER_NOTE in c.notes) == (kind == "reduce-scatter")
+
+
+PADDED = """
+%pad (into: f32[8,4], part: f32[4,4], at: u32[]) -> f32[8,4] {
+  %into = f32[8,4]{1,0} parameter(0)
+  %part = f32[4,4]{1,0} parameter(1)
+  %at = u32[] parameter(2)
+  %zero.1 = u32[] constant(0)
+  ROOT %update = f32[8,4]{1,0} dynamic-update-slice(%into, %part, %at, %zero.1)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fill", "at", "kind"),
+    [
+        ("0", "%start", "all-gather"),
+        ("1", "%start", "all-reduce"),  # a sum with ones
+        ("0", "%always", "all-reduce"),  # all devices have the same part
+    ],
+)
+def test_an_all_reduce_of_shards_padded_with_zeros_is_a_gather_of_twice_the_bytes(fill, at, kind):
+    """As libtpu gathers over large slices of v5p."""
+    (c,) = collectives_in(
+        f"""
+  %fill = f32[] constant({fill})
+  %wide = f32[8,4]{{1,0}} broadcast(%fill), dimensions={{}}
+  %id = u32[] partition-id()
+  %four = u32[] constant(4)
+  %start = u32[] multiply(%id, %four)
+  %always = u32[] constant(4)
+  %own = f32[4,4]{{1,0}} slice(%p), slice={{[0:4], [0:4]}}
+  %f = f32[8,4]{{1,0}} fusion(%wide, %own, {at}), kind=kLoop, calls=%pad
+  %c = f32[8,4]{{1,0}} all-reduce(%f), replica_groups=[4,2]<=[8], to_apply=%add""",
+        ADD + PADDED,
+        platform="tpu",
+    )
+    assert c.kind == kind and c.bytes == 128
+    assert (collective_ops.PADDED_NOTE in c.notes) == (kind == "all-gather")
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,99 @@ backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting
         assert traffic.hbm_bytes(module, "main", one) == 4 * MEGA  # the operand once; no workspace
 
 
+@pytest.mark.parametrize(
+    ("image", "kernel", "output", "attributes", "flops"),
+    [
+        # libtpu's products: of 32 taps of a row, one reads an element.
+        (
+            "[160,1,64]",
+            "[64,32,128]",
+            "[160,32,128]",
+            "window={size=32 pad=31_31 rhs_reversal=1}, dim_labels=b0f_i0o->b0f",
+            2 * 160 * 64 * 32 * 128,
+        ),
+        # The second spatial dim sums over heads: each of 4 positions has 8 taps.
+        (
+            "[4,160,8,64]",
+            "[8,64,512,1]",
+            "[4,160,512,1]",
+            "window={size=1x8}, dim_labels=0b1f_1io0->0bf1",
+            2 * 4 * 160 * 8 * 64 * 512,
+        ),
+        # Outputs 0, 2, ... of a stride; between elements of the input is a zero each.
+        (
+            "[1,6,1]",
+            "[1,3,1]",
+            "[1,6,1]",
+            "window={size=3 pad=1_1 lhs_dilate=2 stride=2 rhs_dilate=1}, dim_labels=b0f_i0o->b0f",
+            2 * 6,
+        ),
+        # A dilated kernel of 2 taps, 3 apart, within 5 elements.
+        (
+            "[1,5,1]",
+            "[1,2,1]",
+            "[1,5,1]",
+            "window={size=2 pad=0_3 rhs_dilate=3}, dim_labels=b0f_i0o->b0f",
+            2 * 7,
+        ),
+    ],
+)
+def test_taps_of_a_convolution_that_read_padding_are_not_counted(
+    image, kernel, output, attributes, flops
+):
+    body = f"""
+  %image = bf16{image} parameter(6)
+  %kernel = bf16{kernel} parameter(7)
+  ROOT %c = bf16{output} convolution(%image, %kernel), {attributes}
+"""
+    module = module_of(body)
+    one = module.computations["main"]["c"]
+    assert traffic.matmul_flops(module, "main", one) == {2: flops}
+
+
+HALF = 0.5 * 2 * 4 * 2 * 640 * 640  # of the scores of 4 rows with 2 heads, times 2
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "results", "metadata", "flops"),
+    [
+        ("fwd_segmented_residuals", "[1,5,5]", "", "block_kv", HALF * (64 + 32)),
+        ("dq_no_residuals", "[1,5,5]", "", "block_kv_dq", HALF * (2 * 64 + 32)),
+        ("dkv_no_residuals", "[1,5,5]", "", "block_q_dkv", HALF * 2 * (64 + 32)),
+        # Fused: 5 parts of the gradient of the queries.
+        (
+            "dkv_no_residuals",
+            "[1,5,5]",
+            "bf16[4,5,2,640,64]{4,3,2,1,0}, ",
+            "block_q_dkv",
+            HALF * (3 * 64 + 2 * 32),
+        ),
+        # A window leaves 2 of 5 blocks.
+        ("fwd_residuals", "[1,5,2]", "", "block_kv", 0.8 * HALF * (64 + 32)),
+        ("dkv_no_residuals", "[1,2,5]", "", "block_q_dkv", 0.8 * HALF * 2 * (64 + 32)),
+    ],
+)
+def test_splash_attention_has_the_products_of_its_blocks(name, blocks, results, metadata, flops):
+    body = f"""
+  %next = s8{blocks} parameter(6)
+  %mask = s8{blocks} parameter(7)
+  %q = bf16[4,2,640,64]{{3,2,1,0}} parameter(8)
+  %k = bf16[4,1,640,64]{{3,2,1,0}} parameter(9)
+  %v = bf16[4,1,640,32]{{3,2,1,0}} parameter(10)
+  ROOT %splash_mha_{name}.2 = ({results}bf16[4,2,640,32]{{3,2,1,0}}, f32[4,2,640,128]{{3,2,1,0}}) \
+custom-call(%next, %mask, %q, %k, %v), custom_call_target="tpu_custom_call", \
+frontend_attributes={{kernel_metadata={{
+"xprof_metadata":"{{\\"block_q\\": 64, \\"{metadata}\\": 128}}"
+}}}}
+"""
+    module = module_of(body)
+    call = traffic.attention_call(
+        module, "main", module.computations["main"][f"splash_mha_{name}.2"]
+    )
+    assert call.flops == pytest.approx(flops)
+    assert (call.head_dim, call.is_backward) == (64, not name.startswith("fwd"))
+
+
 @pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
 def test_fused_attention_has_its_products_once(target, products):
     body = f"""

@@ -147,6 +147,33 @@ def test_the_step_is_compiled_for_gpus_that_are_not_there(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_compilers_for_tpus_run_at_once():
+    """libtpu's lock file admits one process, which is right for TPUs that are there."""
+    try:
+        target.parse("v5e:2x2")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    program = """
+import sys
+from meshtrain.tools.hlo import target
+target.prepare()
+print(len(target.devices_of("v5e:2x2")), flush=True)
+sys.stdin.read()
+"""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+    with (
+        subprocess.Popen([sys.executable, "-c", program], **pipes) as first,
+        subprocess.Popen([sys.executable, "-c", program], **pipes) as second,
+    ):
+        # Both have loaded libtpu before either ends.
+        found = [process.stdout.readline() for process in (first, second)]
+        for process in (first, second):
+            process.communicate()
+    assert found == ["4\n", "4\n"]
+
+
+@pytest.mark.slow
 def test_a_mesh_that_does_not_fit_the_target_is_one_line():
     done = audited("h200:8", "--config.mesh.data=2")
     assert done.returncode == 2
