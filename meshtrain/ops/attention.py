@@ -265,7 +265,7 @@ def choose_for_context(
             f"model.attention_impl={kind!r}: context.method={method!r}: {reason}; use 'auto' or "
             "'blockwise', or context.method='ulysses'"
         )
-    reason = reason and f"; not cudnn: {reason}"
+    reason = reason and f"; not {_fused_kernel(kind)}: {reason}"
     return method, f"{method} over {num_devices} devices, {kernel or 'blockwise'}{reason}"
 
 
@@ -277,10 +277,10 @@ def choose_for_chunks(
     A name of chunk_kernels, or "" for blocks. Arguments as for `choose_for_context`.
     """
     kind, _ = implementations.split(name)
-    if kind == "splash":
-        return "", "it computes whole sequences only"
-    if kind not in ("auto", "cudnn", "emulated"):
+    if kind not in ("auto", "emulated", *implementations.FUSED):
         return "", ""
+    if _fused_kernel(kind) == "splash":
+        return "", "it computes whole sequences only"
     length = seq_len // (2 * sharding.num_shards("seq", seq_len))
     kernel = "emulated" if kind == "emulated" else "cudnn"
     reason = cudnn.why_not(**shapes) if kernel == "cudnn" else ""
@@ -313,9 +313,7 @@ def choose_implementation(
     """
     if name not in ("auto", "emulated", *implementations.FUSED):
         return name, name
-    kernel = name
-    if name in ("auto", "emulated"):
-        kernel = "splash" if accelerator.platform() == "tpu" else "cudnn"
+    kernel = _fused_kernel(name)
     if name == "emulated":
         reason = "it is emulated"
     elif kernel == "splash":
@@ -330,6 +328,13 @@ def choose_implementation(
         return kernel, kernel
     name = "xla" if seq_len <= MAX_XLA_TOKENS else "blockwise"
     return name, f"{name}; not {kernel}: {reason}"
+
+
+def _fused_kernel(name: str) -> str:
+    """Returns the fused kernel that `name` stands for: its own, or that of the platform."""
+    if name in implementations.FUSED:
+        return name
+    return "splash" if name == "auto" and accelerator.platform() == "tpu" else "cudnn"
 
 
 def choose_for_generation(name: str, num_queries: int, num_keys: int) -> str:

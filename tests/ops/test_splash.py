@@ -231,7 +231,7 @@ def test_ulysses_is_chosen_for_it_and_other_methods_are_rejected(monkeypatch):
             heads = dict(num_heads=6, num_kv_heads=2)
             assert attention_module.choose_for_context("auto", **heads, **shapes) == (
                 "gather",
-                "gather over 4 devices, blockwise",
+                "gather over 4 devices, blockwise; not splash: it computes whole sequences only",
             )
             with pytest.raises(ConfigError, match="attention_impl='splash': context.method='gath"):
                 attention_module.choose_for_context("splash", **heads, **shapes)
