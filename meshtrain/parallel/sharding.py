@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.errors import ConfigError, did_you_mean
+from meshtrain.parallel import accelerator
 
 # (logical name, mesh axis or axes or None), in order of preference; a name may have several rules.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
@@ -225,10 +227,13 @@ def gathered(x: jax.Array, stored: Names, used: Names) -> jax.Array:
 
     @jax.custom_vjp
     def gather(x):
+        # The gathered array would be the one that also the backward pass of `recomputed` keeps: XLA
+        # gives an array the sharding to which it is constrained. Not so behind a barrier.
+        x = jax.lax.optimization_barrier(x) if accelerator.platform() != "cpu" else x
         return constrain(x, *used)
 
     def forward(x):
-        return constrain(x, *used), None
+        return gather(x), None
 
     def backward(_, grad):
         return (jax.lax.with_sharding_constraint(grad, spec),)
@@ -289,6 +294,25 @@ def mapped_over(function: Callable, size: int, axes: Sequence[str], *, in_axes: 
         return jax.tree.map(lambda leaf: leaf[None], function(*only))
 
     return once
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def copied(size: int, outer: tuple[str, ...], axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Returns copies of x (e, ...), sharded over `outer`, along a dim over `axes`: (e, size, ...).
+
+    Its gradient is summed over that dim in its own dtype, as those of other parameters are. What
+    `jax.vmap` sums for an argument that it does not map would be sent in float32.
+    """
+    copies = jnp.broadcast_to(x[:, None], (len(x), size, *x.shape[1:]))
+    return shard_over(copies, outer, axes)
+
+
+copied.defvjp(
+    lambda size, outer, axes, x: (copied(size, outer, axes, x), None),
+    lambda size, outer, axes, _, grad: (
+        jax.lax.reduce(grad, jnp.zeros((), grad.dtype), jax.lax.add, (1,)),
+    ),
+)
 
 
 @jax.custom_batching.custom_vmap
