@@ -76,29 +76,24 @@ class Mixture(nnx.Module):
         self, norm: Callable[[jax.Array], jax.Array], x_BSD: jax.Array, batch: Batch
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the feed-forward of `norm(x)`, and the loss that it adds per token (B, S)."""
+        c = self.c
         x_BSD = constrain(norm(x_BSD), "batch", "seq", "residual")
         experts_BSk, weights_BSk, loss_BS = recomputed(
             lambda x_BSD: self._route(x_BSD, batch), x_BSD
         )
-        # The products' results are kept, but not the gathered matrices: the backward pass gathers
-        # them again.
-        y_BSD = recomputed(self._run, x_BSD, experts_BSk, weights_BSk)
-        if self.shared is not None:
-            y_BSD += self.shared(lambda x_BSD: x_BSD, x_BSD)
-        return y_BSD, loss_BS
-
-    def _run(self, x_BSD, experts_BSk, weights_BSk):
-        """Returns the sum over the experts of each token, (B, S, D)."""
-        c = self.c
         kernels = [kernel() for kernel in (self.up, self.gate, self.down) if kernel is not None]
-        return expert.run_experts(
-            partial(experts.feed_forward, self._combine, c.num_experts),
+        feed_forward = partial(experts.feed_forward, self._combine, c.num_experts)
+        y_BSD = expert.run_experts(
+            feed_forward,
             x_BSD,
             experts_BSk,
             weights_BSk,
             kernels,
             expert_groups=c.expert_groups,
         )
+        if self.shared is not None:
+            y_BSD += self.shared(lambda x_BSD: x_BSD, x_BSD)
+        return y_BSD, loss_BS
 
     def _combine(self, up, gate=None):
         hidden = jax.nn.gelu(up) if gate is None else self.activation(gate) * up

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.parallel import accelerator, dispatch, sharding
-from meshtrain.parallel.remat import EXPERT_PROJECTED, EXPERT_ROWS, recomputed
+from meshtrain.parallel.remat import recomputed
 
 # T tokens, k experts per token, R = T k rows, n experts, C rows per expert in the first pass, b
 # rows of a block, D model, F feed-forward
@@ -58,7 +57,7 @@ def feed_forward(
     num_rows = experts_Tk.size if num_rows is None else num_rows
     local_R = experts_Tk.reshape(-1) - first
     local_R = jnp.where((local_R >= 0) & (local_R < n), local_R, n)  # n: not one of these experts
-    order_R = checkpoint_name(jnp.argsort(local_R, stable=True), EXPERT_ROWS)
+    order_R = jnp.argsort(local_R, stable=True)
     sizes_n = (local_R[:, None] == jnp.arange(n)[None]).sum(0)
     # With fewer rows than experts, the first pass would read the weights of experts that have none.
     share = -(-num_rows // num_experts) if num_rows >= num_experts else 0
@@ -100,7 +99,6 @@ def _compute(combine: Combine, rows: _Rows, x_TD, weights_R, *kernels: jax.Array
         return weighted_bF.astype(hidden_bF.dtype) @ down
 
     projected = recomputed(project, x_TD, *projections)
-    projected = [checkpoint_name(one, EXPERT_PROJECTED) for one in projected]
     return recomputed(output, down, weights_R, *projected)
 
 

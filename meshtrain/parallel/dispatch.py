@@ -18,10 +18,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.parallel import sharding
-from meshtrain.parallel.remat import EXPERT_ROWS, EXPERT_TOKENS
 
 # t tokens of a device, k experts per token, e devices that exchange tokens, s shards of the experts
 # (e times the shards along axes that shard no tokens), g groups of devices, n experts of a shard, C
@@ -143,7 +141,6 @@ def _all_rounds(c, feed_forward, x_sgtD, weights_sgtk, kernels, experts_sgtk):
 def _forward(c, feed_forward, x_sgtD, weights_sgtk, kernels, experts_sgtk):
     first_sge = _first_experts(c, experts_sgtk.shape[1])
     plan = _on_devices(c, partial(_plan, c))(first_sge, experts_sgtk)
-    plan = checkpoint_name(plan, EXPERT_ROWS)
     compute = partial(_round, c, feed_forward, plan)
     y_sgtD, vjp = jax.vjp(partial(compute, 0), x_sgtD, weights_sgtk, *kernels)
 
@@ -205,8 +202,8 @@ def _round(
     sent_weights = on_devices(_send)(weights_sgtk, places)
     first_sge = _first_experts(c, x_sgtD.shape[1])
     routes = on_devices(partial(_routes, c))(first_sge, places, plan.experts_tk, sent_weights)
-    x_sgeCD = checkpoint_name(_swap(c, sent_x), EXPERT_TOKENS)
-    routes_sgeCq = checkpoint_name(_swap(c, routes), EXPERT_TOKENS)
+    x_sgeCD = _swap(c, sent_x)
+    routes_sgeCq = _swap(c, routes)
 
     def compute(x_eCD, routes_eCq, kernels):
         # Of a device: the tokens of all its buffers.

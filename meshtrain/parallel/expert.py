@@ -16,11 +16,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.errors import ConfigError
 from meshtrain.parallel import dispatch, sharding
-from meshtrain.parallel.remat import EXPERT_TOKENS
 
 # B batch, S sequence, E experts, k experts per token; e shards of the experts, g groups along batch
 # and sequence, T tokens of a group, n experts of a shard
@@ -187,9 +185,9 @@ def run_experts(
         )
         return _from_devices(axes, (B, S), y_egtD)
     first = jnp.arange(axes.num_shards) * (E // axes.num_shards)
-    x_egTD = checkpoint_name(_spread(axes, (B, S), x_BSD), EXPERT_TOKENS)
-    weights_egTk = checkpoint_name(_spread(axes, (B, S), weights_BSk), EXPERT_TOKENS)
-    experts_gTk = checkpoint_name(_split(axes, experts_BSk), EXPERT_TOKENS)
+    x_egTD = _spread(axes, (B, S), x_BSD)
+    weights_egTk = _spread(axes, (B, S), weights_BSk)
+    experts_gTk = _split(axes, experts_BSk)
     # Mapped over shards of experts, and over groups: as one dim, so that gradients of experts are
     # summed at once.
     run = sharding.mapped_over(feed_forward, num_groups, axes.outside, in_axes=(0, 0, 0, None, 0))

@@ -10,11 +10,7 @@ from meshtrain.parallel import accelerator
 # Names of arrays that also a `recomputed` region keeps: those of the formulas with derivatives of
 # their own, in ops/.
 STATISTICS, MLP_UP, MLP_GATE, MLP_GELU = "norm_statistics", "mlp_up", "mlp_gate", "mlp_gelu"
-# Of a mixture of experts: what a device received for its experts, the order of its rows, and their
-# projections.
-EXPERT_TOKENS, EXPERT_ROWS, EXPERT_PROJECTED = "expert_tokens", "expert_rows", "expert_projected"
-OF_EXPERTS = (EXPERT_TOKENS, EXPERT_ROWS, EXPERT_PROJECTED)
-KEPT = (STATISTICS, MLP_UP, MLP_GATE, MLP_GELU, *OF_EXPERTS)
+KEPT = (STATISTICS, MLP_UP, MLP_GATE, MLP_GELU)
 
 ATTENTION = "attention"  # the name of attention's output
 # jax's primitive of cuDNN's attention. Its backward pass needs its output and the log-sum-exp of

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.errors import ConfigError, did_you_mean
-from meshtrain.parallel import accelerator
 
 # (logical name, mesh axis or axes or None), in order of preference; a name may have several rules.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
@@ -227,13 +226,10 @@ def gathered(x: jax.Array, stored: Names, used: Names) -> jax.Array:
 
     @jax.custom_vjp
     def gather(x):
-        # The gathered array would be the one that also the backward pass of `recomputed` keeps: XLA
-        # gives an array the sharding to which it is constrained. Not so behind a barrier.
-        x = jax.lax.optimization_barrier(x) if accelerator.platform() != "cpu" else x
         return constrain(x, *used)
 
     def forward(x):
-        return gather(x), None
+        return constrain(x, *used), None
 
     def backward(_, grad):
         return (jax.lax.with_sharding_constraint(grad, spec),)
