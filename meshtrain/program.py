@@ -12,7 +12,14 @@ from meshtrain import grads
 from meshtrain import state as states
 from meshtrain.config.build import RunParts
 from meshtrain.config.checks import layer_faults
-from meshtrain.config.schema import Config, changed_sync_key, has_sync_feedback
+from meshtrain.config.schema import (
+    LAYER_INPUT,
+    Config,
+    changed_sync_key,
+    has_sync_feedback,
+    is_offloaded,
+    remat_names,
+)
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import STATS_KEY, Model, Params
@@ -155,6 +162,7 @@ def optimizer_and_state(
         zero_stage=train.zero_stage,
         is_trained=parts.model.is_trained,
         residual_shardings=sync.residual_shardings if sync else None,
+        offload=cfg.optim.offload,
     )
     state = states.with_shardings(shapes, shardings)
     return OptimizerAndState(
@@ -181,7 +189,7 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), sharding.use_rules(cfg.rules):
         sync = _sync(cfg, mesh, unreduced_axes)
         abstract = optimizer_and_state(cfg, parts, mesh, sync)
-    check_saved_names(train.remat, model.saved_names)
+    check_saved_names(train.remat, model.saved_names, has_layers=model.block is not None)
     kernels.check(train.kernels, mesh.devices.flat[0])
     _check_context(cfg.mesh.context, model)
 
@@ -224,6 +232,8 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         with_row_keys=dropout.with_row_keys if model.row_keys else None,
         measure=model.measure,
     )
+    if cfg.optim.offload:
+        train_step = states.with_moments_on_host(train_step, abstract.state)
     without = []
     # With pipelined all-gathers XLA would copy the loop over micro-batches, keep their activations
     # and compute products twice (jaxlib 0.10.2).
@@ -317,13 +327,19 @@ def _context_method(cfg: Config, mesh: jax.sharding.Mesh) -> str:
     return "auto:gather" if is_fast else "auto:ring"
 
 
-def check_saved_names(remat: str, known: tuple[str, ...]) -> None:
+def check_saved_names(remat: str, known: tuple[str, ...], *, has_layers: bool) -> None:
     """Raises ConfigError if `remat` names a value that no layer marks.
 
     Nothing would be saved for it.
     """
-    names = remat.removeprefix("names:").split(",") if remat.startswith("names:") else []
-    if unknown := [name for name in names if known and name not in known]:
+    if is_offloaded(remat) and LAYER_INPUT in remat_names(remat) and not has_layers:
+        raise ConfigError(
+            f"train.remat={remat}: the model is one loss, without layers whose inputs could be "
+            f"kept; use train.remat=offload:NAMES, of values that it marks with checkpoint_name"
+        )
+    if is_offloaded(remat):
+        known = (*known, LAYER_INPUT) if known else ()
+    if unknown := [name for name in remat_names(remat) if known and name not in known]:
         raise ConfigError(
             f"train.remat={remat}: no layer of the model has the name "
             f"{unknown[0]!r}{did_you_mean(unknown[0], known)}; it has {', '.join(known)}"

@@ -110,12 +110,14 @@ def state_shardings(
     zero_stage: int,
     is_trained: Callable[[str], bool] | None = None,
     residual_shardings: Callable[[Any], Any] | None = None,
+    offload: bool = False,
 ) -> tuple[TrainState, Any]:
     """Returns the shardings of the state, and those of the gradients.
 
     Only trained parameters have gradients. The ZeRO stage (arXiv 1910.02054) selects what is
     sharded over ZERO_AXES: nothing at stage 0, optimizer state from stage 1, gradients from stage
-    2, parameters at stage 3. `residual_shardings` is that of `grad_sync.Sync`.
+    2, parameters at stage 3. `residual_shardings` is that of `grad_sync.Sync`. `offload` puts the
+    moments, the arrays of the optimizer with the shape of their parameter, in the host's memory.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     rules_without_zero = sharding.rules_without(rules, *sharding.ZERO_AXES)
@@ -129,7 +131,9 @@ def state_shardings(
         if isinstance(leaf, optax.MaskedNode):
             return leaf
         # Arrays of another shape, such as factored moments, are replicated.
-        return param_sharding if leaf.shape == parameter.shape else replicated
+        if leaf.shape != parameter.shape:
+            return replicated
+        return on_host(param_sharding) if offload else param_sharding
 
     opt_state = optax.tree.map_params(
         optimizer,
@@ -235,6 +239,7 @@ def evaluation_params(state: TrainState) -> Params:
 def averages(y: Params, z: Params, b1: jax.Array) -> Params:
     """Returns the x of y = b1 x + (1 - b1) z (arXiv 2405.15682), with y's dtypes and shardings."""
     on_devices = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(y))
+    z = to_device(z)
     shardings = shardings_of(y) if on_devices else None
     compute = jax.jit(_averages, out_shardings=shardings)
     # Waits, because on CPU the collectives of two programs in flight mix their messages.
@@ -243,6 +248,58 @@ def averages(y: Params, z: Params, b1: jax.Array) -> Params:
 
 def _averages(y: Params, z: Params, b1: jax.Array) -> Params:
     return jax.tree.map(lambda y, z: ((y - (1 - b1) * z) / b1).astype(y.dtype), y, z)
+
+
+# ---- the host's memory ----
+
+
+HOST_MEMORY = "pinned_host"  # jax's name of the memory from which a device copies by itself
+
+
+def on_host(device_sharding: NamedSharding) -> NamedSharding:
+    """Returns the sharding with its shards in the host's memory."""
+    mesh = device_sharding.mesh
+    if isinstance(mesh, jax.sharding.Mesh) and not mesh.devices.flat[0].addressable_memories():
+        # Devices that are only compiled for have no memories, and a sharding on them would drop the
+        # kind of its memory without an error.
+        mesh = mesh.abstract_mesh
+    return NamedSharding(mesh, device_sharding.spec, memory_kind=HOST_MEMORY)
+
+
+def to_device(tree: Any, *, after: jax.Array | None = None) -> Any:
+    """Returns the arrays of a tree, all in the memory of the devices.
+
+    An operation has all its operands in one memory. In a traced function nothing is copied before
+    `after` is computed: by itself XLA would copy at the start of the program.
+    """
+
+    def move(leaf):
+        if jax.typeof(leaf).memory_space != jax.memory.Space.Host:
+            return leaf
+        if after is not None:
+            leaf, _ = jax.lax.optimization_barrier((leaf, after))
+        return jax.device_put(leaf, jax.memory.Space.Device)
+
+    return jax.tree.map(move, tree)
+
+
+def with_moments_on_host(train_step: Callable, abstract: TrainState) -> Callable:
+    """Returns the train step that leaves in the host's memory what is there in `abstract`."""
+
+    def to_its_memory(leaf, like):
+        return jax.device_put(leaf, jax.memory.Space.Host) if is_on_host(like) else leaf
+
+    def step(state: TrainState, batch: Any):
+        new, scalars = train_step(state, batch)
+        opt_state = jax.tree.map(to_its_memory, new.opt_state, abstract.opt_state)
+        return new._replace(opt_state=opt_state), scalars
+
+    return step
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Returns whether an array, or an abstract array, is in the host's memory."""
+    return leaf.sharding.memory_kind == HOST_MEMORY
 
 
 # ---- shardings and sizes of trees ----
@@ -254,11 +311,17 @@ def shardings_of(abstract: Any) -> Any:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Returns the bytes of an abstract tree's shards on one device."""
-    return sum(
-        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(tree)
-    )
+    """Returns the bytes of an abstract tree's shards in the memory of one device."""
+    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree) if not is_on_host(leaf))
+
+
+def host_bytes_per_device(tree: Any) -> int:
+    """Returns the bytes of an abstract tree's shards in the host's memory, for one device."""
+    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree) if is_on_host(leaf))
+
+
+def _shard_bytes(leaf: Any) -> int:
+    return leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def bytes_of(tree: Any) -> int:

@@ -12,7 +12,7 @@ from meshtrain.metrics import GradFn
 from meshtrain.models import trees
 from meshtrain.models.base import Params, is_measured
 from meshtrain.optim.base import Schedule, updates_done
-from meshtrain.state import TrainState
+from meshtrain.state import TrainState, to_device
 
 Scalars = dict[str, jax.Array]  # of one step, to be logged
 
@@ -68,6 +68,8 @@ def make_train_step(
 
         # Clip, update.
         norm = optax.tree.norm(grads)
+        # Moments in the host's memory arrive when the activations are gone.
+        state = state._replace(opt_state=to_device(state.opt_state, after=norm))
         grads, _ = clip.update(grads, clip.init(None))
         count = updates_done(state.opt_state, otherwise=state.step)
         trained = trees.intersect(state.params, grads)

@@ -196,6 +196,41 @@ def test_remat_does_not_change_gradients(remat, x64):
     assert_same(Run(c, dtype="float64").one_step(), one_device(), rtol=1e-10)
 
 
+OFFLOADS = [
+    ("offload", 1, {}),
+    ("offload:attention,layer_input", 2, {"data": 2, "fsdp": 2}),
+    pytest.param("offload:mlp", 2, {"context": 2, "tensor": 2}, marks=pytest.mark.slow),
+    pytest.param("offload", 2, {"context": 2, "tensor": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("remat, num_microbatches, layout", OFFLOADS, ids=str)
+def test_activations_in_host_memory_do_not_change_gradients(remat, num_microbatches, layout, x64):
+    c = packed()
+    c.train.remat, c.train.num_microbatches = remat, num_microbatches
+    assert_same(Run(c, dtype="float64", **layout).one_step(), one_device(), rtol=1e-10)
+
+
+def test_offloaded_activations_take_no_memory_of_the_device():
+    def function(layer, x):
+        return jnp.sin(layer * checkpoint_name(jnp.sin(x), "inner"))
+
+    def arrays_kept(remat):
+        def residuals(layer, x):
+            return jax.vjp(grads.rematerialised(function, remat), layer, x)[1]
+
+        layer, x = jnp.zeros(()), jnp.zeros(3)
+        kept = [aval for aval in jax.make_jaxpr(residuals)(layer, x).out_avals if aval.shape]
+        on_host = [aval.memory_space == jax.memory.Space.Host for aval in kept]
+        return on_host.count(False), on_host.count(True)
+
+    assert arrays_kept("full") == (1, 0)
+    assert arrays_kept("names:inner") == (2, 0)
+    assert arrays_kept("offload") == (0, 1)
+    assert arrays_kept("offload:inner") == (1, 1)
+    assert arrays_kept("offload:inner,layer_input") == (0, 2)
+
+
 def test_remat_needs_less_memory():
     def temporary_bytes(remat):
         c = tiny_config()

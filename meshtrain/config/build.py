@@ -102,7 +102,7 @@ def build_model(cfg: Config) -> Any:
     """Returns the Model of section `model`; raises ConfigError with every fault."""
     if faults := checks.own_model_faults(cfg):
         raise ConfigError(*faults)
-    faults = checks.model_faults(cfg)
+    faults = checks.model_faults(cfg) + checks.remat_faults(cfg)
     make_model, key_faults = _bind_builder("model", cfg.model)
     faults += key_faults
     model = None

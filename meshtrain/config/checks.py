@@ -14,6 +14,7 @@ from meshtrain.config.schema import (
     Config,
     MeshConfig,
     TrainConfig,
+    is_offloaded,
 )
 from meshtrain.errors import ConfigError, did_you_mean, nearest_multiples
 
@@ -112,6 +113,21 @@ def model_faults(cfg: Config) -> list[str]:
             num_first=num_first,
         )
     return faults
+
+
+def remat_faults(cfg: Config) -> list[str]:
+    """Returns a fault if `train.remat` offloads activations of a pipeline.
+
+    With pipeline.keep=inputs that would save nothing: what a stage keeps for long are inputs of
+    chunks. With pipeline.keep=residuals it keeps them in slots, which are arrays of the device.
+    """
+    if cfg.mesh.pipeline == 1 or not is_offloaded(cfg.train.remat):
+        return []
+    return [
+        f"train.remat={cfg.train.remat}: with mesh.pipeline={cfg.mesh.pipeline} the stages keep "
+        f"activations in slots in the memory of their device, so nothing would be saved; use "
+        f"train.remat=full with pipeline.keep=inputs"
+    ]
 
 
 def tensor_faults(model: Mapping[str, Any], tensor: int) -> list[str]:

@@ -123,6 +123,19 @@ def has_sync_feedback(settings: Any) -> bool:
     return settings.feedback == "on" or (settings.feedback == "auto" and settings.dtype == "int4")
 
 
+def remat_names(remat: str) -> list[str]:
+    """Returns the names of the values that `train.remat` keeps; [] if it has no names."""
+    kind, _, names = remat.partition(":")
+    if remat == "offload":
+        return [LAYER_INPUT]
+    return names.split(",") if kind in ("names", "offload") else []
+
+
+def is_offloaded(remat: str) -> bool:
+    """Returns whether the values that `train.remat` keeps are in the host's memory."""
+    return remat.partition(":")[0] == "offload"
+
+
 def changed_sync_key(settings: Any) -> str:
     """Returns the key and value that ask for more than XLA's sum, as KEY=VALUE; "" if none does."""
     if settings.dtype != "float32":
@@ -145,7 +158,8 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # shard the rows of the batch
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # compute dtypes
 STORED_DTYPES = ("float32", "bfloat16", "float64")  # float16 would lose most updates
-REMAT = ("none", "full", "dots", "names:NAME,NAME")
+REMAT = ("none", "full", "dots", "names:NAME,NAME", "offload", "offload:NAME,NAME")
+LAYER_INPUT = "layer_input"  # the name of each layer's input, for train.remat=offload
 LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
 KEEP = ("inputs", "residuals")
 CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
@@ -240,9 +254,8 @@ class TrainConfig:
         faults += choice_faults("train.dtype", self.dtype, DTYPES)
         faults += choice_faults("train.param_dtype", self.param_dtype, STORED_DTYPES)
         faults += x64_faults({"train.dtype": self.dtype, "train.param_dtype": self.param_dtype})
-        names = self.remat.removeprefix("names:")
-        has_names = names != self.remat and all(names.split(","))
-        if not has_names:
+        names = remat_names(self.remat)
+        if not names or not all(names):
             faults += choice_faults("train.remat", self.remat, REMAT)
         if self.zero_stage not in range(4):
             faults.append(f"train.zero_stage={self.zero_stage}: use 0, 1, 2 or 3")
@@ -320,6 +333,7 @@ class OptimConfig:
     final_fraction: float
     clip_norm: float
     moment_dtype: str
+    offload: bool = False
 
     def __post_init__(self):
         faults = choice_faults("optim.schedule", self.schedule, LEARNING_RATE_SCHEDULES)

@@ -76,7 +76,9 @@ def get_config() -> ConfigDict:
     # parameters as well
     train.zero_stage = 3
     # what the backward pass recomputes: "none"; "full", all activations inside a layer; "dots", all
-    # but results of matrix products; "names:attention,mlp", all but the results with these names
+    # but results of matrix products; "names:attention,mlp", all but the results with these names;
+    # "offload", as "full", with the inputs of the layers in the host's memory; and
+    # "offload:attention,layer_input", all but the results with these names, in the host's memory
     train.remat = "none"
     # largest number of layers per iteration of the loop over layers, if train.remat is "none"; GPU,
     # TPU: all or 1
@@ -280,6 +282,9 @@ def get_config() -> ConfigDict:
     # dtype of the optimizer's moments: "float32", "float64", or "bfloat16", which takes half the
     # memory of float32 and is rounded stochastically; default: train.param_dtype
     optim.moment_dtype = train.get_oneway_ref("param_dtype")
+    # whether the moments, the arrays of the optimizer that have the shape of their parameter, are
+    # in the host's memory between updates; each update copies them to the device and back
+    optim.offload = False
     optim.b1 = 0.9  # decay rate of the first moment
     optim.b2 = 0.95  # decay rate of the second moment
     optim.epsilon = 1e-8  # epsilon added to the square root of the second moment

@@ -13,6 +13,7 @@ import numpy as np
 from meshtrain import hardware
 from meshtrain import state as states
 from meshtrain.cluster import distributed, limits
+from meshtrain.config import schema
 from meshtrain.config.schema import BATCH_AXES, Config
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
@@ -82,7 +83,7 @@ def device_memory() -> float:
 def _least_kept_bytes(cfg: Config, model: Model, params: Params, seq_len: int) -> float:
     """Returns the bytes of the inputs of layers that a device keeps, even with train.remat=full.
 
-    In a pipeline only those of one layer are counted.
+    In a pipeline, and if they are in the host's memory, only those of one layer are counted.
     """
     if model.block is None:
         return 0.0
@@ -94,7 +95,7 @@ def _least_kept_bytes(cfg: Config, model: Model, params: Params, seq_len: int) -
 
     stream = states.bytes_of(jax.eval_shape(embed, params, row))
     num_layers = 1
-    if cfg.mesh.pipeline == 1:
+    if cfg.mesh.pipeline == 1 and schema.LAYER_INPUT not in schema.remat_names(cfg.train.remat):
         num_layers = len(jax.tree.leaves(params["layers"])[0])
     num_shards = math.prod(getattr(cfg.mesh, axis) for axis in (*BATCH_AXES, "context", "tensor"))
     rows = cfg.train.global_batch / cfg.train.num_microbatches

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshtrain import state as states
 from meshtrain.cluster import distributed
 from meshtrain.cluster.progress import ProgressPage
 from meshtrain.config.schema import AXES, HealthConfig
@@ -177,14 +178,13 @@ def make_digest(state: Any, mesh: jax.sharding.Mesh) -> Callable[[Any], jax.Arra
     def digest_shards(local: Any) -> jax.Array:
         return jnp.stack([_digest(leaf) for leaf in jax.tree.leaves(local)])[None]
 
-    return jax.jit(
-        jax.shard_map(
-            digest_shards,
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=jax.P(AXES),
-        )
+    digests_of = jax.shard_map(
+        digest_shards,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=jax.P(AXES),
     )
+    return jax.jit(lambda state: digests_of(states.to_device(state)))
 
 
 def _digest(x: jax.Array) -> jax.Array:

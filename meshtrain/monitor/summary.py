@@ -43,6 +43,8 @@ def start_lines(
     params_mb = states.bytes_per_device(abstract_state.params) / 1e6
     optimizer_mb = states.bytes_per_device(abstract_state.opt_state) / 1e6
     memory = f"{params_mb:,.2f} MB of parameters, {optimizer_mb:,.2f} MB of optimizer state"
+    if host_mb := states.host_bytes_per_device(abstract_state.opt_state) / 1e6:
+        memory += f" · in host memory {host_mb:,.2f} MB of optimizer state"
     yield f"per device  {memory}"
     per_step = cfg.train.global_batch * units.per_sample
     yield f"step        {per_step:,} {units.name} in {cfg.train.num_microbatches} micro-batches"

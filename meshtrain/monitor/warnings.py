@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain import state as states
+from meshtrain.config import schema
 from meshtrain.config.schema import AXES, Config
 from meshtrain.data.source import Source
 from meshtrain.errors import nearest_multiples
@@ -162,11 +163,12 @@ def crossing(mesh: jax.sharding.Mesh) -> Iterator[RunWarning]:
 def _unmarked_names(cfg: Config, model: Model, params: Params, batch: Any) -> Iterator[RunWarning]:
     """Warns about names in `train.remat` that the model does not mark; program.py checks others."""
     remat = cfg.train.remat
-    if not remat.startswith("names:"):
+    names = [name for name in schema.remat_names(remat) if name != schema.LAYER_INPUT]
+    if not names:
         return
     marked = marked_names(model, params, batch, cfg.train.dtype)
     known = f"; it marks {', '.join(sorted(marked))}" if marked else " with checkpoint_name"
-    for name in remat.removeprefix("names:").split(","):
+    for name in names:
         if name not in marked:
             yield RunWarning(
                 f"train.remat={remat}: nothing is saved for {name!r}, because the model marks no "

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.config.schema import LAYER_INPUT, is_offloaded, remat_names
 from meshtrain.parallel import accelerator
 
 # Names of arrays that also a `recomputed` region keeps: those of the formulas with derivatives of
@@ -19,6 +21,13 @@ ATTENTION = "attention"  # the name of attention's output
 # backward pass repeats.
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
+# The answer of a policy for a value that is kept in the host's memory, and copied back for the
+# backward pass. jax has no public name for it, only policies that give it, such as this one.
+_offload_products = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+IN_HOST_MEMORY = _offload_products(
+    jax.lax.dot_general_p, dimension_numbers=(((0,), (0,)), ((), ()))
+)
+
 # Part of the key of jax's caches of traces, as the rules of `sharding` are.
 _in_rematerialised = jax.make_user_context(default_value=False)
 
@@ -27,7 +36,8 @@ def rematerialised(function: Callable, remat: str, *, in_loop: bool = False) -> 
     """Returns `function`, whose backward pass keeps what config key `train.remat` selects.
 
     It decides for all that the function calls: `recomputed` has no effect inside. `in_loop`: it is
-    the body of a loop, of which each iteration runs it once.
+    the body of a loop, of which each iteration runs it once. The second argument of the function is
+    the input of a layer, and named LAYER_INPUT, if `remat` offloads that.
     """
     if remat == "none":
         return function
@@ -37,12 +47,21 @@ def rematerialised(function: Callable, remat: str, *, in_loop: bool = False) -> 
     elif remat == "dots":
         policy = policies.dots_with_no_batch_dims_saveable
     else:
-        names = remat.removeprefix("names:").split(",")
+        names = remat_names(remat)
+        kept = IN_HOST_MEMORY if is_offloaded(remat) else True
 
         def policy(primitive, *_, **parameters):
-            return name_of(primitive, parameters) in names
+            return kept if name_of(primitive, parameters) in names else False
+
+    offloads_input = is_offloaded(remat) and LAYER_INPUT in remat_names(remat)
 
     def inside(*args):
+        if offloads_input:
+            # By its name here it is a value that the policy sees; as an argument of
+            # jax.checkpoint it would stay in the device's memory.
+            layer, x, *others = args
+            x = jax.tree.map(lambda leaf: checkpoint_name(leaf, LAYER_INPUT), x)
+            args = (layer, x, *others)
         with _in_rematerialised(True):
             return function(*args)
 

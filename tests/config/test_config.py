@@ -55,6 +55,9 @@ def faults_of(c, num_devices=1):
         ),
         ("train.dtype", "float64", "train.dtype=float64: jax computes it in float32; set JAX"),
         ("train.remat", "names:", "train.remat='names:': use one of"),
+        ("train.remat", "offload:", "train.remat='offload:': use one of"),
+        ("train.remat", "offload:mlp,", "train.remat='offload:mlp,': use one of"),
+        ("train.remat", "offloads", "train.remat='offloads': use one of none, full, dots"),
         ("optim.learning_rate", float("nan"), "optim.learning_rate=nan: use a finite number"),
         ("model.build", "jax:__version__", "model.build=jax:__version__: is a str, not a function"),
         ("data.seq_len", 0, "data.seq_len=0: use 1 or more"),
@@ -406,3 +409,28 @@ def test_a_name_for_remat_that_no_layer_has_is_rejected(tiny):
     tiny.train.remat = "names:attention,mlp"
     cfg = parse(tiny, num_devices=8)
     assemble(cfg, build(cfg))
+
+
+def test_a_name_to_offload_that_no_layer_has_is_rejected(tiny):
+    tiny.train.remat = "offload:attention,layer_inptu"
+    cfg = parse(tiny, num_devices=8)
+    with pytest.raises(meshtrain.ConfigError, match="'layer_inptu' .did you mean \"layer_input\""):
+        assemble(cfg, build(cfg))
+
+
+def test_only_layers_have_inputs_to_offload(tiny):
+    tiny.train.remat = "offload"
+    cfg = parse(tiny, num_devices=8)
+    parts = build(cfg)
+    loss = dataclasses.replace(parts.model, block=None)
+    with pytest.raises(meshtrain.ConfigError, match="train.remat=offload: the model is one loss"):
+        assemble(cfg, parts._replace(model=loss))
+
+
+@pytest.mark.parametrize("remat", ["offload", "offload:attention"])
+def test_a_pipeline_does_not_offload_activations(remat, tiny):
+    tiny.mesh.pipeline, tiny.train.remat = 2, remat
+    with pytest.raises(meshtrain.ConfigError, match=f"train.remat={remat}: with mesh.pipeline=2"):
+        build(parse(tiny))
+    tiny.train.remat = "full"
+    build(parse(tiny))

@@ -142,6 +142,13 @@ def _memory(memory: Any) -> Iterator[str]:
     ]
     for label, num_bytes in rows:
         yield f"  {label:42}{num_bytes:>16,}"
+    on_host = [
+        ("in host memory: optimizer state", memory.optimizer_state_on_host),
+        ("in host memory: activations kept", memory.activations_on_host),
+    ]
+    for label, num_bytes in on_host:
+        if num_bytes:
+            yield f"  {label:42}{num_bytes:>16,}"
     if memory.capacity:
         free = memory.capacity - memory.peak
         if memory.fits:

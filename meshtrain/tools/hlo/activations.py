@@ -19,12 +19,13 @@ PASSING = ("bitcast", "copy", "opt-barrier", "optimization-barrier")  # of their
 def kept_bytes(module: Module, params: Any) -> int:
     """Returns the bytes of these arrays on a device, after sharding and fusion.
 
-    With micro-batches, those of one.
+    Without those in the host's memory. With micro-batches, those of one.
     """
     if not module.entry:
         return 0
     kept = without_parameters(_kept_in(module, module.entry), params)
-    return round(sum(array.size * array.itemsize for array in kept))
+    on_device = [array for array in kept if not array.is_on_host]
+    return round(sum(array.size * array.itemsize for array in on_device))
 
 
 def without_parameters(arrays: Iterable[Any], params: Any) -> list[Any]:

@@ -9,11 +9,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 
+HOST_MEMORY = "S(5)"  # XLA's number of that memory space, in a layout
+
 
 @dataclass(frozen=True)
 class Array:
     dtype: str
     shape: tuple[int, ...]
+    is_on_host: bool = False  # in the host's memory
 
     @property
     def size(self) -> int:
@@ -292,11 +295,12 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-    """Returns the arrays in a type such as `(f32[2,3]{1,0}, s32[])`."""
-    return tuple(
-        Array(dtype, tuple(int(n) for n in re.findall(r"\d+", shape)))
-        for dtype, shape in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", text)
-    )
+    """Returns the arrays in a type such as `(f32[2,3]{1,0}, bf16[8]{0:S(5)}, s32[])`."""
+    found = []
+    for dtype, shape, layout in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?", text):
+        sizes = tuple(int(n) for n in re.findall(r"\d+", shape))
+        found.append(Array(dtype, sizes, is_on_host=HOST_MEMORY in layout))
+    return tuple(found)
 
 
 def _closing_parenthesis(text: str, start: int) -> int:

@@ -16,7 +16,9 @@ from meshtrain.tools.hlo import activations, hlo
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device while a step runs; all but `capacity` add up to `peak`."""
+    """Bytes on each device while a step runs; all from `parameters` to `temporaries` and `residual`
+    add up to `peak`.
+    """
 
     parameters: int
     optimizer_state: int
@@ -27,6 +29,9 @@ class Memory:
     peak: int
     capacity: float | None  # None if unknown
     residual: int = 0  # of compressed gradients, see `parallel.grad_sync`
+    # In the host's memory, for each device; not in `peak`.
+    optimizer_state_on_host: int = 0
+    activations_on_host: int = 0
 
     @property
     def fits(self) -> bool | None:
@@ -54,7 +59,12 @@ def memory_of(
     buffers -= stats.alias_size_in_bytes
     # On CPU the peak that XLA reports lacks the temporaries (jaxlib 0.10.2 and 0.12.0.1).
     on_cpu = program.mesh.devices.flat[0].platform == "cpu"
-    reported = 0 if on_cpu else getattr(stats, "peak_memory_in_bytes", 0)
+    host_arguments = getattr(stats, "host_argument_size_in_bytes", 0)
+    host_temporaries = getattr(stats, "host_temp_size_in_bytes", 0)
+    # The peak includes what is in the host's memory, or, of temporaries, the larger part alone
+    # (jaxlib 0.10.2 and 0.12.0.1).
+    is_wrong = on_cpu or host_arguments or host_temporaries
+    reported = 0 if is_wrong else getattr(stats, "peak_memory_in_bytes", 0)
     peak = max(reported or buffers, arguments)
     gradients = jax.tree.map(
         lambda leaf, grad_sharding: leaf.update(sharding=grad_sharding),
@@ -82,6 +92,8 @@ def memory_of(
         temporaries=free - kept - gradient_bytes,
         peak=peak,
         capacity=_capacity(program.mesh, allocated),
+        optimizer_state_on_host=states.host_bytes_per_device(state.opt_state),
+        activations_on_host=host_temporaries,
     )
 
 
@@ -98,9 +110,11 @@ def describe_memory(memory: Memory) -> str:
         activations_text = f"activations {gigabytes(memory.activations)}, "
     else:
         activations_text = "activations and "
+    on_host = memory.optimizer_state_on_host + memory.activations_on_host
+    on_host = f"; in host memory {gigabytes(on_host)} for each device" if on_host else ""
     return (
         f"{needed}: state {gigabytes(state)}, gradients {gigabytes(memory.gradients)}, "
-        f"{activations_text}temporaries {gigabytes(memory.temporaries)}"
+        f"{activations_text}temporaries {gigabytes(memory.temporaries)}{on_host}"
     )
 
 

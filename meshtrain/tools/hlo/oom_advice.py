@@ -11,6 +11,7 @@ import numpy as np
 
 from meshtrain import grads
 from meshtrain import state as states
+from meshtrain.config import schema
 from meshtrain.config.build import RunParts
 from meshtrain.config.schema import AXES, Config
 from meshtrain.errors import OutOfMemory, memory_fault
@@ -160,7 +161,7 @@ class MemoryAdvice:
         if self.memory:
             # What the compiler fuses is not kept, what it computes only once may be.
             activation_bytes = max(activation_bytes, self.memory.activations)
-        if cfg.train.remat != "full":
+        if cfg.train.remat != "full" and not schema.is_offloaded(cfg.train.remat):
             change = {"train.remat": "full"}
             saves = activation_bytes - self._activation_bytes(_changed(cfg, change))
             # What was kept of one layer is still needed, and may be where temporaries were.
@@ -262,7 +263,8 @@ class MemoryAdvice:
         # The backward function is returned as its residuals; one may be returned twice.
         residuals = {id(variable): variable.aval for variable in jaxpr.outvars}.values()
         kept = activations.without_parameters(residuals, params)
-        return sum(array.size * array.dtype.itemsize for array in kept)
+        on_device = [array for array in kept if array.memory_space == jax.memory.Space.Device]
+        return sum(array.size * array.dtype.itemsize for array in on_device)
 
     def _num_layers(self) -> int:
         return len(jax.tree.leaves(self.program.abstract_state.params["layers"])[0])

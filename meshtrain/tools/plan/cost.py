@@ -222,6 +222,8 @@ def recomputed_parts(
     w: ModelWork, remat: str, overlap: OverlapModel
 ) -> tuple[tuple[float, ...], float]:
     """Returns which parts of a layer's products remat computes again, and of its attention."""
+    if remat == "offload":
+        remat = "full"  # only where the layer's input is kept differs
     if remat in overlap.recomputed:
         return overlap.recomputed[remat]
     none = (0.0,) * len(w.products)
@@ -231,7 +233,7 @@ def recomputed_parts(
         # Products of experts have a batch dim, which "dots" does not keep; no gradient needs the
         # result of the last one.
         return (*none[:-2], 1.0, 0.0), 1.0
-    names = remat.removeprefix("names:").split(",")
+    names = schema.remat_names(remat)
     last = 1.0 if remat == "full" and overlap.recomputes_last else 0.0
     parts = [*(1.0 for _ in none[:-1]), last]
     if MLP_UP in names and MLP_GATE in names:

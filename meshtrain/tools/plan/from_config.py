@@ -63,7 +63,9 @@ def _stored_state(cfg: Config, model: Model) -> StoredState:
     init_params = states.params_initializer(model, param_dtype=cfg.train.param_dtype)
     init_state = states.state_initializer(model, optimizer, dtype=cfg.train.dtype)
     shapes = jax.eval_shape(init_state, jax.eval_shape(init_params, jax.random.key(0)))
-    return StoredState(shapes, model.axes, optimizer, cfg.rules, model.is_trained)
+    return StoredState(
+        shapes, model.axes, optimizer, cfg.rules, model.is_trained, cfg.optim.offload
+    )
 
 
 def first_row(batch: Any) -> Any:

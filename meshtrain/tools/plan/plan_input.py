@@ -1,7 +1,6 @@
 """What the planner knows of a config: the model's work, and the state that a step stores."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ class StoredState:
     optimizer: Any
     rules: sharding.Rules
     is_trained: Callable[[str], bool] | None = None  # see `Model.is_trained`
+    offload: bool = False  # config key optim.offload
 
     def bytes(self, layout: Layout) -> StateBytes:
         """Returns the bytes of a layout, exactly: those of the trainer's own shardings."""
@@ -44,6 +44,7 @@ class StoredState:
             mesh,
             zero_stage=zero_stage,
             is_trained=self.is_trained,
+            offload=self.offload,
         )
         grad_shapes = trained_part(self.shapes.params, self.is_trained)
         return StateBytes(
@@ -54,11 +55,7 @@ class StoredState:
 
 
 def _bytes_per_device(shapes: Any, shardings: Any) -> int:
-    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return sum(
-        leaf.dtype.itemsize * math.prod(placement.shard_shape(leaf.shape))
-        for leaf, placement in leaves
-    )
+    return states.bytes_per_device(states.with_shardings(shapes, shardings))
 
 
 @dataclass(frozen=True, eq=False)

@@ -90,7 +90,7 @@ def with_kept(
 ) -> ModelWork:
     """Returns the work with the bytes that a layer keeps for its backward pass.
 
-    They are listed for each of `remats`.
+    They are listed for each of `remats`, without what is in the host's memory.
     """
     if model.block is None:
         return replace(work, kept=tuple((remat, 0.0, 0.0) for remat in remats))
@@ -108,9 +108,12 @@ def with_kept(
         def residuals_of(layer, x, batch, block=block):
             return jax.vjp(lambda *args: block(*args, batch), layer, x)[1]
 
-        residuals = jax.eval_shape(residuals_of, layer, x, batch)
+        # Not by jax.eval_shape, whose shapes do not say in which memory an array is.
+        residuals = jax.make_jaxpr(residuals_of)(layer, x, batch).out_avals
         wide = other = 0.0
-        for leaf in jax.tree.leaves(residuals):
+        for leaf in residuals:
+            if leaf.memory_space == jax.memory.Space.Host:
+                continue
             # Scalars and parameters are not kept for each token.
             if not leaf.shape or leaf.size < num_tokens:
                 continue

@@ -318,6 +318,7 @@ def program_of(
     name = row.get("adapter", adapters.NONE)
     # In low precision `case.clip_norm` is infinite.
     is_full = name == adapters.NONE
+    raw["optim"]["offload"] = row.get("optim_offload", False)
     raw["optim"]["clip_norm"] = case.clip_norm if is_full else case.adapters[name].clip_norm
     for key in ("zero_stage", "num_microbatches", "remat", "unroll", "kernels"):
         if key in row:

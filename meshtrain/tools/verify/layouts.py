@@ -42,6 +42,8 @@ LOSS_CHUNKS = (0, 3)
 # pairs as well.
 SHORT_GROUP = "short_group"
 REMAT = ("full", "dots", "names:attention,mlp")
+# With the moments, in the host's memory.
+OFFLOAD = "offload:attention,layer_input"
 
 
 def select(
@@ -59,6 +61,9 @@ def select(
         # These methods compute in blocks.
         if row.get("attention_impl") == "splash" and row["context_method"] in ("ring", "gather"):
             row["attention_impl"] = "blockwise:3"
+        # A pipeline offloads only its moments.
+        if row["remat"] == OFFLOAD and row["pipeline"] > 1:
+            row["remat"] = "full"
     return [{name: row[name] for name in row if name != SHORT_GROUP} for row in rows]
 
 
@@ -72,6 +77,9 @@ def _factors(case: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
     # With remat, layers are never unrolled.
     recompute = [{"remat": "none", "unroll": number} for number in UNROLL]
     recompute += [{"remat": name, "unroll": 1} for name in REMAT]
+    recompute = [{**row, "optim_offload": False} for row in recompute]
+    if case.model.block is not None:
+        recompute.append({"remat": OFFLOAD, "unroll": 1, "optim_offload": True})
     has_residual_rule = any(name == "residual_seq" for name, _ in case.raw["rules"])
     factors = [
         recompute,

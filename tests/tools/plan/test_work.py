@@ -98,3 +98,17 @@ def test_names_that_save_nothing_keep_nothing_more():
 
     assert kept("names:mlp") == kept("full")
     assert sum(kept("names:mlp_up,mlp_gate")) == sum(kept("full")) + 2 * 2 * 160
+
+
+def test_offloaded_values_take_no_memory_of_the_device():
+    c = CONFIGS["llama3"].get_config()
+    c.model.update(num_layers=2, d_model=64, num_heads=8, num_kv_heads=4, d_ff=160, vocab_size=256)
+    c.data.seq_len = c.model.max_seq_len = 32
+
+    def kept(remat):
+        c.train.remat = remat
+        return from_config.plan_input(parse(c), platform="gpu").work.kept_bytes(remat)
+
+    wide, other = kept("full")
+    assert wide > 0 and kept("offload") == (0, other)
+    assert sum(kept("offload:attention")) == wide + other < sum(kept("names:attention"))

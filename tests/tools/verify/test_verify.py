@@ -180,7 +180,8 @@ def test_layouts_vary_what_a_run_can_choose(quickstart):
 
     assert values("attention_impl") == set(layouts.ATTENTION_IMPLS)
     assert values("loss_chunks") == {0, 3} and values("unroll") == {1, 3}
-    assert values("remat") == {"none", "full", "dots", "names:attention,mlp"}
+    assert values("remat") == {"none", "full", "dots", "names:attention,mlp", layouts.OFFLOAD}
+    assert values("optim_offload") == {False, True}
     assert values("keep") == {None, "inputs", "residuals"} and values("zero_stage") == {0, 1, 2, 3}
     pipelines = {(row["pipeline"], row["num_chunks"], row["num_microbatches"]) for row in rows}
     assert {(P, V) for P, V, _ in pipelines} >= {(2, 3), (4, 2), (4, 3), (8, 1)}
