@@ -124,5 +124,12 @@ def _on_each_device(expected: int, compute, *arrays: jax.Array) -> jax.Array:
         in_specs=(PartitionSpec(),) * len(arrays),
         out_specs=PartitionSpec(),
     )
+    # Otherwise jax splits the call where layers are a loop, and what depends on the sizes alone
+    # gets a sharding that cannot be mapped over stages. Nothing is computed twice.
+    in_one_piece = jax.checkpoint(
+        run,
+        policy=jax.checkpoint_policies.nothing_saveable,
+        prevent_cse=False,
+    )
     with jax.named_scope(f"{SCOPE}{expected}"):
-        return run(*arrays)
+        return in_one_piece(*arrays)

@@ -29,8 +29,8 @@ def product(
     R is a multiple of 128. `transposed`: the matrices are (G, N, K).
     """
     if rows_RK.dtype == jnp.float64:
-        right = jnp.swapaxes(weights_GKN, 1, 2) if transposed else weights_GKN
-        return jax.lax.ragged_dot(rows_RK, right, sizes_G)
+        formula = "grk,gnk->rn" if transposed else "grk,gkn->rn"
+        return jnp.einsum(formula, _by_group(rows_RK, sizes_G), weights_GKN)
     platform = accelerator.platform()
     if platform == "gpu":
         return grouped_gpu.product(
@@ -56,12 +56,7 @@ def product(
 def product_of_rows(rows_RK: jax.Array, grads_RN: jax.Array, sizes_G: jax.Array) -> jax.Array:
     """Returns the sum over a group's rows of row^T gradient, (G, K, N); 0 for an empty group."""
     if rows_RK.dtype == jnp.float64:
-        over_rows = jax.lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(((0,), (0,)), ((), ())),
-            lhs_ragged_dimensions=[0],
-            rhs_group_dimensions=[],
-        )
-        return jax.lax.ragged_dot_general(rows_RK, grads_RN, sizes_G, over_rows)
+        return jnp.einsum("grk,rn->gkn", _by_group(rows_RK, sizes_G), grads_RN)
     platform = accelerator.platform()
     if platform == "gpu":
         return grouped_gpu.product_of_rows(
@@ -76,6 +71,14 @@ def product_of_rows(rows_RK: jax.Array, grads_RN: jax.Array, sizes_G: jax.Array)
         tiling=_tiling(rows_RK, K, N),
         interpret=platform == "cpu",
     )
+
+
+def _by_group(rows_RK: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Returns the rows of each group, and 0 in place of the others: (G, R, K)."""
+    end_G1 = jnp.cumsum(sizes_G)[:, None]
+    row_1R = jnp.arange(len(rows_RK))[None]
+    is_own_GR = (row_1R >= end_G1 - sizes_G[:, None]) & (row_1R < end_G1)
+    return jnp.where(is_own_GR[..., None], rows_RK[None], 0)
 
 
 def _num_cores() -> int:
