@@ -67,9 +67,10 @@ def grouped_dot(
 ) -> jax.Array:
     """Returns each row times the matrix of its group: (R, N).
 
-    The first `sizes[0]` rows are the first group, and so on; rows beyond all groups give 0, and
-    have no gradient. `expected_rows` are the rows of all groups if they are used equally, by
-    default R.
+    The first `sizes[0]` rows are the first group, and so on. Rows beyond all groups, and their
+    gradients, are not written: memory that may hold NaN, which a product with 0 would pass on. Give
+    any values there; the gradient of the matrices ignores them. `expected_rows` are the rows of all
+    groups if they are used equally, by default R.
     """
     num_rows = len(rows_RK)
     padding = -num_rows % TILE
@@ -107,11 +108,7 @@ def _product(expected: int, rows_RK, weights_GKN, sizes_G, *, transposed: bool) 
     from meshtrain.ops import grouped_kernel  # Pallas takes 0.2 s to import
 
     compute = partial(grouped_kernel.product, transposed=transposed)
-    out_RN = _on_each_device(expected, compute, rows_RK, weights_GKN, sizes_G)
-    # The kernels do not write rows beyond the groups: memory that may hold NaN, which a product
-    # with zeros would pass on.
-    is_row_R = jnp.arange(len(out_RN)) < sizes_G.sum()
-    return jnp.where(is_row_R[:, None], out_RN, 0)
+    return _on_each_device(expected, compute, rows_RK, weights_GKN, sizes_G)
 
 
 def _on_each_device(expected: int, compute, *arrays: jax.Array) -> jax.Array:

@@ -160,7 +160,7 @@ def product_of_rows(
 ) -> jax.Array:
     """Returns the sum over a group's rows of row^T gradient, (G, K, N); 0 for an empty group.
 
-    K and N are multiples of DEPTH. Rows of no group must be finite.
+    K and N are multiples of DEPTH.
     """
     R, K = rows_RK.shape
     N, G = grads_RN.shape[1], len(sizes_G)
@@ -184,22 +184,17 @@ def product_of_rows(
                 def add(index, rows_smem, grads_smem):
                     (step,) = index
 
-                    def keep(rows_smem, is_kept):
-                        """Sets the rows of other groups to 0."""
-                        row = jax.lax.broadcasted_iota(jnp.int32, (DEPTH, lines), 0)
-                        row = plgpu.layout_cast(row, plgpu.Layout.WGMMA)
-                        rows_smem[...] = rows_smem[...] * is_kept(row).astype(rows_smem.dtype)
-                        plgpu.commit_smem()
-
                     @pl.when(step == 0)
                     def _():
                         before = jax.lax.rem(start_ref[group], DEPTH)
-                        keep(rows_smem, lambda row: row >= before)
+                        _keep(rows_smem, lambda row: row >= before)
+                        _keep(grads_smem, lambda row: row >= before)
 
                     @pl.when(step == steps_ref[group] - 1)
                     def _():
                         last = jax.lax.rem(end_ref[group] - 1, DEPTH)
-                        keep(rows_smem, lambda row: row <= last)
+                        _keep(rows_smem, lambda row: row <= last)
+                        _keep(grads_smem, lambda row: row <= last)
 
                     plgpu.wgmma(sum_ref, _transposed(rows_smem), grads_smem)
 
@@ -249,6 +244,15 @@ def product_of_rows(
         name="grouped_dot_of_rows",
     )
     return call(sizes_G, start_G, end_G, num_steps_G, first_G, rows_RK, grads_RN)
+
+
+def _keep(rows_smem, is_kept) -> None:
+    """Sets the rows of other groups to 0, also those that hold NaN."""
+    row = jax.lax.broadcasted_iota(jnp.int32, rows_smem.shape, 0)
+    row = plgpu.layout_cast(row, plgpu.Layout.WGMMA)
+    rows = rows_smem[...]
+    rows_smem[...] = jnp.where(is_kept(row), rows, jnp.zeros_like(rows))
+    plgpu.commit_smem()
 
 
 def _columns(size: int) -> int:
