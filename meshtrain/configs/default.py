@@ -133,8 +133,8 @@ def get_config() -> ConfigDict:
     expert.method = "auto"
     # how a device multiplies the rows of its experts: "batched", equal shares as one batch of
     # products, what is left in blocks; "grouped", groups of any size in one kernel: megablox on
-    # TPUs, Mosaic GPU on Hopper GPUs, in 16 bits, for dims that are multiples of 64; "auto",
-    # grouped on TPUs, batched elsewhere
+    # TPUs, Mosaic GPU on Hopper GPUs, there in 16 bits and for dims that are multiples of 64;
+    # "auto", batched: no grouped kernel was measured yet
     expert.kernel = "auto"
 
     # Used if several devices along data, or along fsdp at ZeRO stage 0 or 1, have gradients to add.

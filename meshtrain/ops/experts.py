@@ -90,15 +90,13 @@ def feed_forward(
 def chosen_kernel(dtype: jax.typing.DTypeLike, d_model: int, d_expert: int) -> str:
     """Returns "batched" or "grouped", by the active `expert.kernel`.
 
-    "auto" is grouped on TPUs, where the compiled program is the faster one. Raises ConfigError if
-    "grouped" is asked for, and its kernels do not support these experts here.
+    "auto" is batched: no grouped kernel was measured yet, and with equal loads its compiled program
+    is no faster. Raises ConfigError if "grouped" is asked for, and its kernels do not support these
+    experts here.
     """
     kernel = active_kernel.value
     if kernel == "auto":
-        is_grouped = accelerator.platform() == "tpu" and not grouped.why_not(
-            dtype, d_model, d_expert
-        )
-        return "grouped" if is_grouped else "batched"
+        return "batched"
     if kernel == "grouped" and (reason := grouped.why_not(dtype, d_model, d_expert)):
         raise ConfigError(f"expert.kernel='grouped': {reason}; use 'batched'")
     return kernel
