@@ -150,9 +150,7 @@ def main():
     faults = []
     for size in sizes:
         for load in LOADS:
-            rows, new_faults = measure(
-                size, load, dtype=dtype, runs=TOY_RUNS if args.toy else RUNS
-            )
+            rows, new_faults = measure(size, load, dtype=dtype, runs=TOY_RUNS if args.toy else RUNS)
             results["rows"] += rows
             faults += new_faults
     record.show(results["rows"])

@@ -39,7 +39,9 @@ def why_not(dtype: jax.typing.DTypeLike, *dims: int) -> str:
             return f"its kernels compute in 16 bits on GPUs, and train.dtype is {dtype}"
         for dim in dims:
             if dim % GPU_DEPTH:
-                return f"its kernels need multiples of {GPU_DEPTH}, and an expert has a dim of {dim}"
+                return (
+                    f"its kernels need multiples of {GPU_DEPTH}, and an expert has a dim of {dim}"
+                )
         return ""
     if platform not in ("tpu", "cpu"):
         return f"its kernels run on Hopper GPUs and on TPUs, and this is {platform}"

@@ -278,9 +278,7 @@ def _kernel(body, out_type, *, num_cores: int, interpret: object, name: str):
         out_type=out_type,
         grid=(num_cores,),
         grid_names=("core",),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         kernel_name=name,
     )

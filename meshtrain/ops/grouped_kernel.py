@@ -64,9 +64,7 @@ def product_of_rows(rows_RK: jax.Array, grads_RN: jax.Array, sizes_G: jax.Array)
         return jnp.einsum("grk,rn->gkn", _by_group(rows_RK, sizes_G), grads_RN)
     platform = accelerator.platform()
     if platform == "gpu":
-        return grouped_gpu.product_of_rows(
-            rows_RK, grads_RN, sizes_G, num_cores=_num_cores()
-        )
+        return grouped_gpu.product_of_rows(rows_RK, grads_RN, sizes_G, num_cores=_num_cores())
     K, N = rows_RK.shape[1], grads_RN.shape[1]
     return tgmm(
         jnp.swapaxes(rows_RK, 0, 1),

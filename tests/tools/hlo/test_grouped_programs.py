@@ -17,6 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from meshtrain.errors import ConfigError
+from meshtrain.ops import experts
+from meshtrain.parallel import dispatch
 from meshtrain.tools.hlo import hlo, target, traffic
 from tests.lib.paths import ROOT
 
@@ -77,8 +79,10 @@ def grouped_calls(module, name):
         body = module.computations[computation]
         for one in body.values():
             scope = re.search(r"grouped_dot_of_(\d+)", one.attributes)
-            if one.opcode != "custom-call" or not scope or "leftover" in one.attributes:
+            if one.opcode != "custom-call" or not scope:
                 continue
+            if re.search(f"{experts.LEFTOVER}|{dispatch.ROUNDS}", one.attributes):
+                continue  # with balanced routing these loops have no iterations
             if f'custom_call_target="{TARGETS[name][1]}"' not in one.attributes:
                 continue
             arrays = [body[operand].results[0] for operand in one.operands]
@@ -94,15 +98,16 @@ FORWARD, BACKWARD = 3 * NUM_LAYERS, 6 * NUM_LAYERS
 FLOPS = 2 * D * F * NUM_ROWS * LENGTH * PER_TOKEN / 8
 
 
-@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize(
-    ("method", "sizes", "size"),
+    ("name", "method", "sizes", "size"),
     [
         # Each device has all experts, and its own rows.
-        ("gather", {"fsdp": 8}, LENGTH * PER_TOKEN),
+        ("h200", "gather", {"fsdp": 8}, LENGTH * PER_TOKEN),
         # 1.25 times an equal share of all rows.
-        ("gather", {"expert": 8}, 2560),
-        ("dispatch", {"expert": 8}, 2560),
+        ("h200", "gather", {"expert": 8}, 2560),
+        ("h200", "dispatch", {"expert": 8}, 2560),
+        ("v5e", "dispatch", {"expert": 8}, 2560),
+        ("v5p", "gather", {"expert": 8}, 2560),
     ],
     ids=str,
 )
@@ -113,8 +118,8 @@ def test_a_layer_calls_the_kernel_for_each_product(name, method, sizes, size):
     found = compiled(name, *flags)
     runs, flops = grouped_calls(found.module, name)
     # Remat computes the forward pass again, of which the last product is not needed.
-    again = runs[size] - FORWARD - BACKWARD
-    assert again in (FORWARD - NUM_LAYERS, FORWARD) and set(runs) == {size}
+    again = FORWARD - NUM_LAYERS
+    assert runs == {size: FORWARD + BACKWARD + again}
     assert flops == FLOPS * (FORWARD + BACKWARD + again)
     assert found.figures["roofline"]["mfu"]
 
@@ -129,7 +134,7 @@ def test_inside_a_pipeline_and_on_shards_of_the_batch(name):
     assert set(runs) == {2560} and runs[2560] > 0
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", ["h200"])
 def test_batched_products_are_the_default(name):
     found = compiled(name, "--config.mesh.expert=8", "--config.train.num_microbatches=1")
     assert grouped_calls(found.module, name) == ({}, 0)
