@@ -56,7 +56,7 @@ def routes(load: str, num_experts: int, num_tokens: int, per_token: int) -> np.n
     return np.int32(np.argsort(-scores, axis=1)[:, :per_token])
 
 
-def operands(size: tuple, dtype: str) -> list[jax.Array]:
+def operands(size: tuple, dtype: str) -> tuple:
     """Returns tokens, weights of their experts, kernels, and a gradient of the output."""
     _, num_experts, num_tokens, per_token, d_model, d_expert = size
     keys = jax.random.split(jax.random.key(0), 6)
@@ -72,19 +72,20 @@ def operands(size: tuple, dtype: str) -> list[jax.Array]:
     arrays = []
     for key, shape, scale in zip(keys, shapes, scales, strict=True):
         arrays.append((scale * jax.random.normal(key, shape)).astype(dtype))
-    return arrays
+    x_TD, weights_Tk, *kernels, grad_TD = arrays
+    return x_TD, weights_Tk, tuple(kernels), grad_TD
 
 
 def make_step(kernel: str, num_experts: int):
     """Returns the compiled function of the experts of tokens and `operands`: all gradients."""
 
-    def step(assigned_Tk, x_TD, weights_Tk, up, gate, down, grad_TD):
+    def step(assigned_Tk, x_TD, weights_Tk, kernels, grad_TD):
         def compute(x_TD, weights_Tk, *kernels):
             return experts.feed_forward(
                 swiglu, num_experts, x_TD, assigned_Tk, weights_Tk, 0, kernels
             )
 
-        out_TD, vjp = jax.vjp(compute, x_TD, weights_Tk, up, gate, down)
+        out_TD, vjp = jax.vjp(compute, x_TD, weights_Tk, *kernels)
         return out_TD, *vjp(grad_TD)
 
     compiled = jax.jit(step)
