@@ -76,19 +76,23 @@ def grouped_calls(module, name):
     """
     runs, flops = collections.Counter(), 0.0
     for computation, count in traffic.executed(module):
-        body = module.computations[computation]
-        for one in body.values():
-            scope = re.search(r"grouped_dot_of_(\d+)", one.attributes)
-            if one.opcode != "custom-call" or not scope:
-                continue
-            if re.search(f"{experts.LEFTOVER}|{dispatch.ROUNDS}", one.attributes):
-                continue  # with balanced routing these loops have no iterations
-            if f'custom_call_target="{TARGETS[name][1]}"' not in one.attributes:
-                continue
-            arrays = [body[operand].results[0] for operand in one.operands]
-            rows = next(array for array in arrays if array.dtype == "bf16")
-            runs[rows.shape[-2]] += count
-            flops += count * sum(traffic.matmul_flops(module, computation, one).values())
+        inside = [computation]
+        # On GPUs the slice of a layer's matrices is fused with the call.
+        for one in module.computations[computation].values():
+            inside += one.called if one.opcode == "fusion" else []
+        for inner in inside:
+            body = module.computations[inner]
+            for one in body.values():
+                scope = re.search(r"grouped_dot_of_(\d+)", one.attributes)
+                if one.opcode != "custom-call" or not scope:
+                    continue
+                if re.search(f"{experts.LEFTOVER}|{dispatch.ROUNDS}", one.attributes):
+                    continue  # with balanced routing these loops have no iterations
+                assert f'custom_call_target="{TARGETS[name][1]}"' in one.attributes
+                arrays = [body[operand].results[0] for operand in one.operands]
+                rows = next(array for array in arrays if array.dtype == "bf16")
+                runs[rows.shape[-2]] += count
+                flops += count * sum(traffic.matmul_flops(module, inner, one).values())
     return runs, flops
 
 
