@@ -325,6 +325,7 @@ def _pass(
         return product(_weighted(combine(*projected), weights_C), down)
 
     projected = recomputed(project, x_TD, *projections)
+    projected = [checkpoint_name(one, EXPERT_PROJECTED) for one in projected]
     y_CD = recomputed(output, down, weights_Tk, *projected)
     return dispatch.collect(y_CD[None], places)
 
