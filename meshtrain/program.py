@@ -23,7 +23,7 @@ from meshtrain.config.schema import (
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import GradFn, Metrics
 from meshtrain.models.base import STATS_KEY, Model, Params
-from meshtrain.ops import dropout, kernels
+from meshtrain.ops import dropout, experts, kernels
 from meshtrain.optim import base as optim
 from meshtrain.parallel import context, expert, grad_sync, sharding, xla
 from meshtrain.parallel.mesh import make_mesh, network_of
@@ -52,6 +52,7 @@ class Program:
     compiler_options: dict[str, bool | int | str]
     context_method: str = "gather"  # see `context.choose`
     expert_method: str = "gather"  # see `expert.choose`
+    expert_kernel: str = "batched"  # see `experts.chosen_kernel`
     kernels: str = "plain"  # see `kernels.use`
     sync: grad_sync.Sync | None = None  # None: XLA adds the gradients of the batch shards
 
@@ -72,6 +73,7 @@ class Program:
             sharding.use_rules(self.rules),
             context.active_method(self.context_method),
             expert.active_method(self.expert_method),
+            experts.active_kernel(self.expert_kernel),
             kernels.use(self.kernels),
         ):
             yield
@@ -257,6 +259,7 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         compiler_options=xla.options(train.xla_preset, mesh, without=without),
         context_method=_context_method(cfg, mesh),
         expert_method=cfg.expert.method,
+        expert_kernel=cfg.expert.kernel,
         kernels=train.kernels,
         sync=sync,
     )

@@ -103,7 +103,7 @@ def test_imports_within_functions_are_those_of_the_doors_and_of_the_command_line
     }
     imported = {module: names for module, names in imported.items() if names}
     kernels = {"ops.norms": {"ops.norm_kernel"}, "ops.losses": {"ops.loss_kernel"}}
-    kernels |= {"ops.splash": {"ops.splash_kernel"}}
+    kernels |= {"ops.splash": {"ops.splash_kernel"}, "ops.grouped": {"ops.grouped_kernel"}}
     assert imported == DOORS | kernels | {"__main__": {"cli.app"}}
 
 

@@ -41,7 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib import devices, record, settings
 from benchmarks.lib.devices import Devices
+from meshtrain import hardware
 from meshtrain.configs import default
+from meshtrain.ops.grouped import HOPPER
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ("entry", "case", "result", "ms", "MFU %", "MFU % at most", "GB", "note")
@@ -130,6 +132,15 @@ def rows_of_statistics(text: str) -> Iterator[dict]:
         if row["two chunks"] is not None:
             errors += f", of two chunks {row['two chunks']:.2g}"
         yield {"case": f"{row['case']}: {row['compared']}", "note": errors}
+
+
+def rows_of_grouped(text: str) -> Iterator[dict]:
+    for row in json.loads(text)["rows"]:
+        note = f"{row['TFLOP/s']:.4g} TFLOP/s, {row['speed / batched']:.4g} x the speed of batched"
+        if row["difference"] is not None:
+            note += f", results differ by {row['difference']:.2g}"
+        case = f"{row['model']}, {row['load']} load, {row['kernel']}"
+        yield {"case": case, "ms": row["ms"], "note": note}
 
 
 def rows_of_scaling(text: str) -> Iterator[dict]:
@@ -255,6 +266,14 @@ def entries_of(found: Devices, *, toy: bool) -> list[Entry]:
             read=rows_of_statistics,
             why_not="" if toy else why_unfused(found),
         ),
+        Entry(
+            "grouped-experts",
+            ["benchmarks/gpu/grouped_experts.py", *small[:1]],
+            minutes=3,
+            output="grouped.json",
+            read=rows_of_grouped,
+            why_not="" if toy else why_not_hopper(found),
+        ),
         Entry("verify", ["-m", "meshtrain", *verify, "--quick", *simulate], output="certificate"),
         Entry(
             "gpt2-350m",
@@ -309,6 +328,12 @@ def why_alone(found: Devices) -> str:
 
 def why_unfused(found: Devices) -> str:
     return "" if found.has_fused_attention else f"{found.kind} has no fused attention"
+
+
+def why_not_hopper(found: Devices) -> str:
+    row = hardware.device_of(found.kind)
+    is_other = row and row.chip and row.chip.capability != HOPPER
+    return f"grouped kernels need a Hopper GPU, and this is {found.kind}" if is_other else ""
 
 
 def why_no_torch() -> str:

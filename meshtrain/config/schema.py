@@ -164,6 +164,7 @@ LEARNING_RATE_SCHEDULES = ("constant", "cosine", "linear", "wsd")
 KEEP = ("inputs", "residuals")
 CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
 EXPERT_METHODS = ("auto", "gather", "dispatch")
+EXPERT_KERNELS = ("auto", "batched", "grouped")
 
 
 def _raise(faults: list[str]) -> None:
@@ -302,9 +303,12 @@ class ContextConfig:
 @dataclass(frozen=True)
 class ExpertConfig:
     method: str = "auto"
+    kernel: str = "auto"
 
     def __post_init__(self):
-        _raise(choice_faults("expert.method", self.method, EXPERT_METHODS))
+        faults = choice_faults("expert.method", self.method, EXPERT_METHODS)
+        faults += choice_faults("expert.kernel", self.kernel, EXPERT_KERNELS)
+        _raise(faults)
 
 
 @dataclass(frozen=True)

@@ -127,12 +127,17 @@ def get_config() -> ConfigDict:
     # cuDNN's kernels where they can
     context.method = "auto"
 
-    # Used if mesh.expert is more than 1.
+    # Used if the model has experts; the method, if mesh.expert is more than 1.
     config.expert = expert = Section()
     # how tokens reach the devices that hold their experts: "gather", each device gets all tokens of
     # its group; "dispatch", each token is sent only where its experts are, in further rounds if
     # they are used unequally; "auto", dispatch where it sends clearly fewer bytes
     expert.method = "auto"
+    # how a device multiplies the rows of its experts: "batched", equal shares as one batch of
+    # products, what is left in blocks; "grouped", groups of any size in one kernel: megablox on
+    # TPUs, Mosaic GPU on Hopper GPUs, there in 16 bits and for dims that are multiples of 64;
+    # "auto", batched: no grouped kernel was measured yet
+    expert.kernel = "auto"
 
     # Used if several devices along data, or along fsdp at ZeRO stage 0 or 1, have gradients to add.
     config.sync = sync = Section()

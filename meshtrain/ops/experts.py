@@ -1,12 +1,21 @@
 """The feed-forward layers of a mixture of experts: each expert computes the rows routed to it.
 
-A row is a token and one of its experts. Rows are sorted by expert. A first pass computes an equal
-share of rows for each expert, as one batch of matrix products. The rows that are left, those of
-experts with more than their share, are computed in blocks of rows of one expert, in a loop with as
-many iterations as the most loaded device needs; the backward pass computes them again. So nothing
-is dropped, shapes are static, and the memory does not depend on the imbalance: only the time does.
+A row is a token and one of its experts. Rows are sorted by expert. There are two ways, by config
+key `expert.kernel`:
+
+  batched    a first pass computes an equal share of rows for each expert, as one batch of matrix
+             products. The rows that are left, those of experts with more than their share, are
+             computed in blocks of rows of one expert, in a loop
+  grouped    a pass computes the rows of all experts, however many each has, by the kernels of
+             grouped.py. A device that holds some of the experts has a buffer of SLACK times its
+             share of all rows; the rows that are left are computed in further passes, in a loop
+
+Loops have as many iterations as the most loaded device needs, and the backward pass computes them
+again. So nothing is dropped, shapes are static, and the memory does not depend on the imbalance:
+only the time does.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -14,18 +23,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from meshtrain.errors import ConfigError
+from meshtrain.ops import grouped
 from meshtrain.parallel import accelerator, dispatch, sharding
 from meshtrain.parallel.remat import recomputed
 
-# T tokens, k experts per token, R = T k rows, n experts, C rows per expert in the first pass, b
-# rows of a block, D model, F feed-forward
+# T tokens, k experts per token, R = T k rows, n experts, C rows per expert in the first pass, or of
+# all experts in a pass of grouped products, b rows of a block, D model, F feed-forward
+
+# The value of config key `expert.kernel`; a part of the key of jax's caches of traces, as the rules
+# are.
+active_kernel = jax.make_user_context(default_value="batched")
 
 # Rows of a block: fewer waste less where experts have few rows left. On accelerators a block reads
 # the weights of its expert from memory: in bfloat16 256 rows are 256 FLOPs per byte read, and an
 # H100 does 295 in that time.
 BLOCK, BLOCK_OF_ACCELERATORS = 64, 256
 
-# Name of the loop over blocks in compiled programs, for the audit.
+# Name of the loop over blocks, or over further passes, in compiled programs, for the audit.
 LEFTOVER = "leftover_blocks"
 # Name of all operations of the experts, in traces and compiled programs.
 EXPERTS = "experts"
@@ -59,12 +74,34 @@ def feed_forward(
     local_R = jnp.where((local_R >= 0) & (local_R < n), local_R, n)  # n: not one of these experts
     order_R = jnp.argsort(local_R, stable=True)
     sizes_n = (local_R[:, None] == jnp.arange(n)[None]).sum(0)
+    if chosen_kernel(x_TD.dtype, *kernels[0].shape[1:]) == "grouped":
+        passes = _Passes.of(experts_Tk, num_rows, num_experts, n)
+        with jax.named_scope(EXPERTS):
+            return _in_passes(combine, passes, x_TD, weights_Tk, kernels, order_R, sizes_n)
     # With fewer rows than experts, the first pass would read the weights of experts that have none.
     share = -(-num_rows // num_experts) if num_rows >= num_experts else 0
     default = BLOCK if accelerator.platform() == "cpu" else BLOCK_OF_ACCELERATORS
     size = _Size(share, min(block or default, experts_Tk.size), experts_Tk.shape[1])
     with jax.named_scope(EXPERTS):
-        return _grouped(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n)
+        return _batched(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n)
+
+
+def chosen_kernel(dtype: jax.typing.DTypeLike, d_model: int, d_expert: int) -> str:
+    """Returns "batched" or "grouped", by the active `expert.kernel`.
+
+    "auto" is batched: no grouped kernel was measured yet, and with equal loads its compiled program
+    is no faster. Raises ConfigError if "grouped" is asked for, and its kernels do not support these
+    experts here.
+    """
+    kernel = active_kernel.value
+    if kernel == "auto":
+        return "batched"
+    if kernel == "grouped" and (reason := grouped.why_not(dtype, d_model, d_expert)):
+        raise ConfigError(f"expert.kernel='grouped': {reason}; use 'batched'")
+    return kernel
+
+
+# ---- batched: equal shares, and blocks of what is left ----
 
 
 class _Size(NamedTuple):
@@ -91,15 +128,21 @@ def _compute(combine: Combine, rows: _Rows, x_TD, weights_R, *kernels: jax.Array
 
     def output(down, weights_R, *projected):
         weights_b = jnp.where(rows.valid, weights_R[rows.row], 0)
-        hidden_bF = combine(*projected)
-        # In float32, because the gradient of a weight is a sum over F. The product is exact, so it
-        # is rounded once.
-        wide = jnp.promote_types(hidden_bF.dtype, jnp.float32)
-        weighted_bF = hidden_bF.astype(wide) * weights_b.astype(wide)[..., None]
-        return weighted_bF.astype(hidden_bF.dtype) @ down
+        return _weighted(combine(*projected), weights_b) @ down
 
     projected = recomputed(project, x_TD, *projections)
     return recomputed(output, down, weights_R, *projected)
+
+
+def _weighted(hidden_bF: jax.Array, weights_b: jax.Array) -> jax.Array:
+    """Returns each row times its weight.
+
+    In float32, because the gradient of a weight is a sum over F. The product is exact, so it is
+    rounded once.
+    """
+    wide = jnp.promote_types(hidden_bF.dtype, jnp.float32)
+    weighted_bF = hidden_bF.astype(wide) * weights_b.astype(wide)[..., None]
+    return weighted_bF.astype(hidden_bF.dtype)
 
 
 class _Plan:
@@ -144,7 +187,7 @@ class _Plan:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n):
+def _batched(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n):
     return _forward(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n)[0]
 
 
@@ -200,4 +243,136 @@ def _entry(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
-_grouped.defvjp(_forward, _backward)
+_batched.defvjp(_forward, _backward)
+
+
+# ---- grouped: passes of rows of all experts ----
+
+
+class _Passes(NamedTuple):
+    size: int  # C
+    expected: int  # rows of all these experts, if all experts are used equally
+    has_more: bool  # whether there may be further passes
+    k: int  # rows of a token
+
+    @classmethod
+    def of(cls, experts_Tk: jax.Array, num_rows: int, num_experts: int, n: int) -> "_Passes":
+        """Returns the passes for `n` of the experts; `num_rows` are those of all experts."""
+        # Rows of a tile are computed together, so that fewer would not be faster.
+        tile = 1 if accelerator.platform() == "cpu" else grouped.TILE
+        all_rows = -(-experts_Tk.size // tile) * tile
+        expected = min(experts_Tk.size, -(-num_rows * n // num_experts))
+        size = max(1, math.floor(dispatch.SLACK * expected))
+        size = min(all_rows, -(-size // tile) * tile)
+        if n == num_experts:
+            size = all_rows
+        return cls(size, expected, size < experts_Tk.size, experts_Tk.shape[1])
+
+
+class _Order(NamedTuple):
+    """The rows of these experts, sorted by expert."""
+
+    padded: jax.Array  # (R + C,) numbers of rows; those of other experts are last
+    place_Tk: jax.Array  # of each row in this order
+    end_n: jax.Array  # of each expert's rows
+
+
+def _order_of(c: _Passes, weights_Tk: jax.Array, order_R, sizes_n) -> _Order:
+    num_rows = len(order_R)
+    place_R = jnp.zeros(num_rows, jnp.int32).at[order_R].set(jnp.arange(num_rows, dtype=jnp.int32))
+    return _Order(
+        padded=jnp.pad(order_R, (0, c.size)),
+        place_Tk=place_R.reshape(weights_Tk.shape),
+        end_n=jnp.cumsum(sizes_n, dtype=jnp.int32),
+    )
+
+
+def _pass(
+    combine: Combine,
+    c: _Passes,
+    order: _Order,
+    number: jax.Array | int,
+    x_TD: jax.Array,
+    weights_Tk: jax.Array,
+    *kernels: jax.Array,
+) -> jax.Array:
+    """Returns what the rows of pass `number` add to each token: (T, D)."""
+    *projections, down = kernels
+    start = number * c.size
+    row_C = jax.lax.dynamic_slice_in_dim(order.padded, start, c.size)
+    ends_n = jnp.clip(order.end_n - start, 0, c.size)
+    sizes_n = jnp.diff(ends_n, prepend=0)
+    own_Tk = order.place_Tk - start
+    is_filled_C = jnp.arange(c.size) < ends_n[-1]
+    is_own_Tk = (own_Tk >= 0) & (own_Tk < ends_n[-1])
+    # As of one buffer that is sent to this device.
+    places = dispatch.Places(
+        token_dC=row_C[None] // c.k,
+        is_filled_dC=is_filled_C[None],
+        place_tm=jnp.where(is_own_Tk, own_Tk, 0),
+        is_sent_tm=is_own_Tk,
+    )
+    product = partial(grouped.grouped_dot, sizes_G=sizes_n, expected_rows=c.expected)
+
+    def project(x_TD, *projections):
+        (x_CD,) = dispatch.send(x_TD, places)
+        return [product(x_CD, kernel) for kernel in projections]
+
+    def output(down, weights_Tk, *projected):
+        weights_C = jnp.where(is_filled_C, weights_Tk.reshape(-1)[row_C], 0)
+        return product(_weighted(combine(*projected), weights_C), down)
+
+    projected = recomputed(project, x_TD, *projections)
+    y_CD = recomputed(output, down, weights_Tk, *projected)
+    return dispatch.collect(y_CD[None], places)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_passes(combine, c, x_TD, weights_Tk, kernels, order_R, sizes_n):
+    return _forward_in_passes(combine, c, x_TD, weights_Tk, kernels, order_R, sizes_n)[0]
+
+
+def _forward_in_passes(combine, c, x_TD, weights_Tk, kernels, order_R, sizes_n):
+    order = _order_of(c, weights_Tk, order_R, sizes_n)
+    compute = partial(_pass, combine, c, order)
+
+    def add_pass(number, out_TD):
+        return (out_TD + compute(number, x_TD, weights_Tk, *kernels),)
+
+    out_TD, vjp = jax.vjp(partial(compute, 0), x_TD, weights_Tk, *kernels)
+    (out_TD,) = _further_passes(c, order, add_pass, (out_TD,))
+    return out_TD, (vjp, order, x_TD, weights_Tk, kernels)
+
+
+def _backward_in_passes(combine, c, kept, grad_TD):
+    vjp, order, x_TD, weights_Tk, kernels = kept
+    compute = partial(_pass, combine, c, order)
+
+    def add_pass(number, *sums):
+        _, vjp = jax.vjp(partial(compute, number), x_TD, weights_Tk, *kernels)
+        return tuple(map(jnp.add, sums, vjp(grad_TD)))
+
+    first = vjp(grad_TD)
+    # In bfloat16, sums over many passes would lose small terms.
+    wide = [grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) for grad in first]
+    sums = _further_passes(c, order, add_pass, tuple(wide))
+    sums = [total.astype(grad.dtype) for total, grad in zip(sums, first, strict=True)]
+    grad_x, grad_weights, *grad_kernels = sums
+    return grad_x, grad_weights, tuple(grad_kernels), None, None
+
+
+_in_passes.defvjp(_forward_in_passes, _backward_in_passes)
+
+
+def _further_passes(c: _Passes, order: _Order, add: Callable, carry: tuple) -> tuple:
+    """Returns `carry` after `carry = add(number, *carry)` for each pass but the first."""
+    if not c.has_more:
+        return carry
+    num_passes = sharding.largest_of_mapped(-(-order.end_n[-1] // c.size))
+
+    def body(state):
+        return state[0] + 1, *add(*state)
+
+    start = (jnp.ones((), jnp.int32), *carry)
+    with jax.named_scope(LEFTOVER):
+        return jax.lax.while_loop(lambda state: state[0] < num_passes, body, start)[1:]

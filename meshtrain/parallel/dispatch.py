@@ -198,8 +198,8 @@ def _round(
     """Returns what the tokens of round `number` get from the experts: (s, g, t, D)."""
     on_devices = partial(_on_devices, c)
     places = on_devices(partial(_places, c, number))(plan)
-    sent_x = on_devices(_send)(x_sgtD, places)
-    sent_weights = on_devices(_send)(weights_sgtk, places)
+    sent_x = on_devices(send)(x_sgtD, places)
+    sent_weights = on_devices(send)(weights_sgtk, places)
     first_sge = _first_experts(c, x_sgtD.shape[1])
     routes = on_devices(partial(_routes, c))(first_sge, places, plan.experts_tk, sent_weights)
     x_sgeCD = _swap(c, sent_x)
@@ -224,7 +224,7 @@ def _round(
     compute = sharding.mapped_over(compute, len(x_sgtD), c.experts, in_axes=(0, 0, 0))
     copies = tuple(sharding.copied(num_groups, c.experts, c.outside, one) for one in kernels)
     y_sgeCD = compute(x_sgeCD, routes_sgeCq, copies)
-    return on_devices(_return)(_swap(c, y_sgeCD), places)
+    return on_devices(collect)(_swap(c, y_sgeCD), places)
 
 
 def _on_devices(c: Exchange, function: Callable) -> Callable:
@@ -358,13 +358,13 @@ def _routes(c: Exchange, first_d, places: Places, experts_tk, weights_dCk) -> ja
 
 # The gradients of these two are each other; what jax derives would add rows by scattering them.
 @jax.custom_vjp
-def _send(x_t: jax.Array, places: Places) -> jax.Array:
+def send(x_t: jax.Array, places: Places) -> jax.Array:
     """Returns the buffers of a round: x (t, D) -> (e, C, D). Places that are free hold any row."""
     return x_t[places.token_dC]
 
 
 @jax.custom_vjp
-def _return(y_dC: jax.Array, places: Places) -> jax.Array:
+def collect(y_dC: jax.Array, places: Places) -> jax.Array:
     """Returns the sum over the places of each token: y (e, C, D) -> (t, D)."""
     rows = y_dC.reshape(-1, *y_dC.shape[2:])
     wide = jnp.promote_types(rows.dtype, jnp.float32)
@@ -375,12 +375,12 @@ def _return(y_dC: jax.Array, places: Places) -> jax.Array:
     return total_t.astype(rows.dtype)
 
 
-_send.defvjp(
-    lambda x_t, places: (_send(x_t, places), places),
-    lambda places, grad: (_return(grad, places), None),
+send.defvjp(
+    lambda x_t, places: (send(x_t, places), places),
+    lambda places, grad: (collect(grad, places), None),
 )
 
-_return.defvjp(
-    lambda y_dC, places: (_return(y_dC, places), places),
-    lambda places, grad: (_send(grad, places), None),
+collect.defvjp(
+    lambda y_dC, places: (collect(y_dC, places), places),
+    lambda places, grad: (send(grad, places), None),
 )

@@ -109,7 +109,33 @@ def test_dispatched_tokens_train_like_one_device_on_packed_rows(name, layout):
     assert_same(Run(c, "float64", **layout).one_step(), expected, 1e-10)
 
 
+# As the two above, with grouped products.
+GROUPED = [
+    ("loss of a sequence", {}, "gather"),
+    pytest.param("loss of the batch", {"expert": 8}, "gather", marks=slow),
+    pytest.param("capacity", {"pipeline": 2, "expert": 2, "tensor": 2}, "gather", marks=slow),
+    pytest.param("bias and groups", {"fsdp": 2, "context": 2, "expert": 2}, "dispatch", marks=slow),
+    pytest.param("loss of the batch", {"pipeline": 2, "expert": 4}, "dispatch", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "method"), GROUPED, ids=str)
+def test_grouped_products_train_like_batched_ones_on_one_device(name, layout, method):
+    def settings(method, kernel):
+        c = mixture(method, **SETTINGS[name])
+        c.expert.kernel = kernel
+        if name != "capacity":  # which counts the tokens of a row
+            c.data.separator = 7
+        return c
+
+    expected = Run(settings("auto", "batched"), "float64").one_step()
+    c = settings(method, "grouped")
+    c.train.num_microbatches = 2
+    assert_same(Run(c, "float64", **layout).one_step(), expected, 1e-10)
+
+
 @slow
+@pytest.mark.parametrize("kernel", ["batched", "grouped"])
 @pytest.mark.parametrize("method", ["gather", "dispatch"])
 @pytest.mark.parametrize(
     "layout",
@@ -119,9 +145,10 @@ def test_dispatched_tokens_train_like_one_device_on_packed_rows(name, layout):
     ],
     ids=str,
 )
-def test_no_token_is_dropped_if_all_choose_the_same_experts(layout, method):
+def test_no_token_is_dropped_if_all_choose_the_same_experts(layout, method, kernel):
     expected = SkewedRun(mixture(), "float64").one_step()
     c = mixture(method)
+    c.expert.kernel = kernel
     c.train.num_microbatches = 2
     found = SkewedRun(c, "float64", **layout).one_step()
     assert_same(found, expected, 1e-10)

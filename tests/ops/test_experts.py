@@ -1,5 +1,7 @@
 """Experts compute the weighted sum that plain maths computes, for any load of the experts."""
 
+from functools import partial
+
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -58,6 +60,60 @@ def test_outputs_and_gradients_equal_plain_maths(name, block):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4), found, expected
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+def test_grouped_outputs_and_gradients_equal_plain_maths(name, dtype):
+    """All experts on a device, and shards of them, which may need several passes."""
+    assigned = ASSIGNMENTS[name].astype(np.int32)
+    with jax.enable_x64(dtype == "float64"):
+        x, weights, kernels = jax.tree.map(lambda x: x.astype(dtype), operands(len(assigned)))
+        direction = jnp.asarray(RNG.normal(size=x.shape), dtype)
+
+        def loss(function):
+            return jax.value_and_grad(lambda *args: (function(*args) * direction).sum(), (0, 1, 2))
+
+        def of_experts(x, weights, kernels, parts):
+            results = []
+            for first, last in parts:
+                own = tuple(one[first:last] for one in kernels)
+                result = experts.feed_forward(swiglu, E, x, assigned, weights, first, own)
+                results.append(result)
+            return sum(results)
+
+        expected = loss(lambda *args: plain(*args, assigned))(x, weights, kernels)
+        tolerance = 1e-12 if dtype == "float64" else 2e-4
+        all_at_once, shards = [(0, E)], [(0, 1), (1, 3), (3, E)]
+        # Interpreted kernels, those of float32, take seconds to compile.
+        for parts in [all_at_once, shards] if dtype == "float64" else [all_at_once]:
+            compute = partial(of_experts, parts=parts)
+            with experts.active_kernel("grouped"):
+                found = jax.jit(loss(compute))(x, weights, kernels)
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=tolerance),
+                found,
+                expected,
+            )
+
+
+@pytest.mark.parametrize(
+    ("num_own", "assigned", "num_passes"),
+    [
+        (E, np.full((T, K), 3), 1),
+        # 48 rows: a device with one expert has a buffer of 1.25 x 10 of them.
+        (1, np.full((T, K), 0), 4),
+        (2, BALANCED, 1),
+        (2, np.full((T, K), experts.DROPPED), 1),
+    ],
+)
+def test_a_device_runs_as_many_grouped_passes_as_its_rows_need(num_own, assigned, num_passes):
+    assigned = jnp.asarray(assigned, jnp.int32)
+    passes = experts._Passes.of(assigned, T * K, E, num_own)
+    num_rows = int(((assigned >= 0) & (assigned < num_own)).sum())
+    assert max(1, -(-num_rows // passes.size)) == num_passes
+    assert passes.expected == min(T * K, -(-T * K * num_own // E))
+    assert passes.has_more == (num_own < E)
 
 
 def test_shards_of_the_experts_add_up():

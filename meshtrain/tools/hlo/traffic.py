@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshtrain.ops.grouped import SCOPE
 from meshtrain.parallel.mesh import LINKS, Network
 from meshtrain.tools.hlo.collective_ops import KINDS, Collective, Groups
 from meshtrain.tools.hlo.hlo import Array, Instruction, Module
@@ -28,6 +29,9 @@ MESSAGES = ("send", "recv")  # between TPU slices
 SLICES = ("dynamic-slice", "slice", "gather")
 MATMUL = re.compile(r'custom_call_target="[^"]*(cublas|gemm)')
 ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
+# The kernels of ops/grouped.py, with the rows that they have if all experts are used equally.
+GROUPED = re.compile(rf"\b{SCOPE}(\d+)")
+KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*)"')
 SPLASH = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")  # jax's names of its kernels for TPUs
 
 
@@ -185,11 +189,28 @@ def products(module: Module, computation: str, instruction: Instruction) -> list
                 dims=(num_rows, num_columns, contracted),
             )
         ]
+    if instruction.opcode == "custom-call" and KERNEL.search(attributes):
+        expected = GROUPED.search(attributes)
+        return [_grouped_product(body, instruction, int(expected[1]))] if expected else []
     if instruction.opcode == "convolution":
         # TPUs multiply matrices by convolutions.
         image, kernel = (body[name].results[0] for name in instruction.operands[:2])
         return _products_of_convolution(image, kernel, instruction.results[0], attributes)
     return []
+
+
+def _grouped_product(
+    body: dict[str, Instruction], instruction: Instruction, expected_rows: int
+) -> Product:
+    """Returns the product of a grouped kernel: rows (R, K) with matrices or rows (..., N).
+
+    Its tiles without rows are skipped. No factor of a library's product is valid for it, so its
+    dims are unknown.
+    """
+    arrays = [body[name].results[0] for name in instruction.operands]
+    rows = next(array for array in arrays if array.dtype in ("bf16", "f16", "f32"))
+    per_row = rows.shape[-1] * instruction.results[0].shape[-1]
+    return Product(2.0 * expected_rows * per_row, rows.itemsize, dims=())
 
 
 def _products_of_convolution(

@@ -327,8 +327,9 @@ def program_of(
         raw["pipeline"].update({key: row[key] for key in ("schedule", "num_chunks", "keep")})
     if row.get("context_method"):
         raw["context"] = {"method": row["context_method"]}
-    if row.get("expert_method"):
-        raw["expert"] = {"method": row["expert_method"]}
+    for key in ("method", "kernel"):
+        if row.get(f"expert_{key}"):
+            raw["expert"][key] = row[f"expert_{key}"]
     if row.get("sync_pattern") is not None:
         raw["sync"]["pattern"] = row["sync_pattern"]
         # Devices of one host as two slices, so that a hierarchy has levels.

@@ -213,6 +213,7 @@ _WORDS = {
     "loss_scale": "loss scaled",
     "context_method": "context by {}",
     "expert_method": "experts by {}",
+    "expert_kernel": "{} experts",
     "attention_impl": "{} attention",
     "loss_chunks": "{} loss chunks",
     "unroll": "unroll {}",
@@ -225,7 +226,12 @@ _WORDS = {
 _DESCRIBED = {*AXES, "dtype", "zero_stage", "num_microbatches", "remat"}
 _DESCRIBED |= {"schedule", "num_chunks", "keep"}
 
-_DEFAULTS = (("unroll", 1), ("sync_pattern", "xla"), ("kernels", "plain"))
+_DEFAULTS = (
+    ("unroll", 1),
+    ("sync_pattern", "xla"),
+    ("kernels", "plain"),
+    ("expert_kernel", "batched"),
+)
 
 
 def describe(row: Row) -> str:

@@ -12,6 +12,7 @@ from meshtrain.config import checks
 from meshtrain.config.schema import (
     AXES,
     CONTEXT_METHODS,
+    EXPERT_KERNELS,
     EXPERT_METHODS,
     KEEP,
     KERNELS,
@@ -97,6 +98,9 @@ def _factors(case: VerifyCase, without: Iterable[str]) -> list[list[Row]]:
         device = jax.devices()[0]
         formulas = [name for name in KERNELS if name != "auto" and not why_not(name, device)]
         factors.append([{"kernels": name} for name in formulas])
+        if model["num_experts"]:
+            # The first rows, which `--quick` tries, have what a GPU and a CPU run by default.
+            factors.append([{"expert_kernel": name} for name in EXPERT_KERNELS if name != "auto"])
     else:
         factors.append(dropout)
     return factors

@@ -215,6 +215,29 @@ frontend_attributes={{kernel_metadata={{
     assert (call.head_dim, call.is_backward) == (64, not name.startswith("fwd"))
 
 
+@pytest.mark.parametrize("call", ["mosaic_gpu_v2", "tpu_custom_call"])
+def test_a_grouped_product_has_the_rows_of_balanced_routing(call):
+    body = f"""
+  %sizes = s32[4]{{0}} parameter(6)
+  %rows = bf16[1280,64]{{1,0}} parameter(7)
+  %w = bf16[4,64,32]{{2,1,0}} parameter(8)
+  %g = bf16[1280,32]{{1,0}} parameter(9)
+  %y = bf16[1280,32]{{1,0}} custom-call(%sizes, %rows, %w), custom_call_target="{call}", \
+metadata={{op_name="jit(f)/grouped_dot_of_1024/shard_map/gmm"}}
+  %x = bf16[1280,64]{{1,0}} custom-call(%sizes, %g, %w), custom_call_target="{call}", \
+metadata={{op_name="jit(f)/transpose(vmap(grouped_dot_of_1024))/shard_map/gmm"}}
+  %o = bf16[1280,32]{{1,0}} custom-call(%sizes, %rows, %w), custom_call_target="{call}", \
+metadata={{op_name="jit(f)/norm_backward"}}
+  ROOT %d = bf16[4,64,32]{{2,1,0}} custom-call(%sizes, %rows, %g), custom_call_target="{call}", \
+metadata={{op_name="jit(f)/transpose(vmap(grouped_dot_of_1024))/shard_map/tgmm"}}
+"""
+    module = module_of(body)
+    for name in "yxd":
+        one = module.computations["main"][name]
+        assert traffic.matmul_flops(module, "main", one) == {2: 2 * 1024 * 64 * 32}
+    assert not traffic.matmul_flops(module, "main", module.computations["main"]["o"])
+
+
 @pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
 def test_fused_attention_has_its_products_once(target, products):
     body = f"""
