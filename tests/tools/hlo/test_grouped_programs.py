@@ -106,7 +106,7 @@ FLOPS = 2 * D * F * NUM_ROWS * LENGTH * PER_TOKEN / 8
     ("name", "method", "sizes", "size"),
     [
         # Each device has all experts, and its own rows.
-        ("h200", "gather", {"fsdp": 8}, LENGTH * PER_TOKEN),
+        ("h200", "gather", {"fsdp": 8, "expert": 1}, LENGTH * PER_TOKEN),
         # 1.25 times an equal share of all rows.
         ("h200", "gather", {"expert": 8}, 2560),
         ("h200", "dispatch", {"expert": 8}, 2560),
