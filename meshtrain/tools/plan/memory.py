@@ -39,10 +39,15 @@ def parts(work: ModelWork, layout: Layout, state: StateBytes, seq_len: int) -> d
         of_layers *= state.gradients / ((of_layers + w.others / p.tensor) or 1)
         kept = max(kept - of_layers, one_layer)
 
+    is_gathered = p.zero_stage == 3 and p.zero_shards > 1
+    if w.num_experts and p.remat == "none" and is_gathered:
+        # Of experts, the backward pass uses what the forward pass gathered.
+        kept += layers_per_stage * BYTES * w.layer / p.tensor / p.expert
+
     num_chunks, logits = loss_chunks(w, p, seq_len)
     head = w.vocab_size * w.d_model / p.tensor
     gathered = 0.0
-    if p.zero_stage == 3 and p.zero_shards > 1:
+    if is_gathered:
         # A layer, the next one, and float32 gradients; the output head and its gradients, which
         # chunks of the loss add in float32.
         gathered = w.layer / p.tensor / p.expert * (2 * BYTES + 4)

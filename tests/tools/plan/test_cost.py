@@ -83,8 +83,13 @@ def test_the_error_on_our_own_steps_on_one_gpu(model, rows, remat, milliseconds)
 
 STEPS = {row["name"]: row for row in compiled_steps.rows()}
 # Layers without a loop inside one over micro-batches (jax 0.12 holds more), experts of whom the
-# loss holds less, and a small step.
-LARGER_ERRORS = {"8b8-f8-m4r2-none": 0.20, "q3m2-f8e8": 0.25, "qwen3-f8-none": 0.12}
+# loss holds less, a small step, and gathered experts, of which jax 0.10 holds gradients too.
+LARGER_ERRORS = {
+    "8b8-f8-m4r2-none": 0.20,
+    "q3m2-f8e8": 0.25,
+    "qwen3-f8-none": 0.12,
+    "mix6-f8-none": 0.17,
+}
 
 
 @pytest.mark.parametrize(
