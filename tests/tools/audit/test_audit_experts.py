@@ -149,9 +149,9 @@ def test_recomputed_layers_and_bfloat16_are_explained(train):
 def test_an_extra_gather_of_tokens_is_reported(monkeypatch):
     run = expert.run_experts
 
-    def gathers_twice(feed_forward, x_BSD, *args):
+    def gathers_twice(feed_forward, x_BSD, *args, **options):
         everywhere = sharding.constrain(jax.numpy.sin(x_BSD), None, "seq", "residual")
-        return run(feed_forward, x_BSD + everywhere[::-1], *args)
+        return run(feed_forward, x_BSD + everywhere[::-1], *args, **options)
 
     monkeypatch.setattr(expert, "run_experts", gathers_twice)
     assert any("over expert" in warning for warning in audited({"expert": 4}).warnings)
