@@ -28,7 +28,7 @@ CASES = [
     ("meshtrain train --config.tr", ["--config.train."]),
     ("meshtrain train --config.train.st", ["--config.train.steps="]),
     ("meshtrain --config.train.st", ["--config.train.steps="]),
-    ("meshtrain train --config.train.remat=", ["none", "full", "dots"]),
+    ("meshtrain train --config.train.remat=", ["none", "full", "dots", "offload"]),
     ("meshtrain train --config.mesh.auto=T", ["True"]),
     ("meshtrain train --config.train.steps=1", []),
     ("meshtrain train --config=quick", ["quickstart"]),
