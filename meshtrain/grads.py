@@ -42,8 +42,8 @@ def make_loss(model: Model, *, remat: str = "none", unroll: int = 1) -> LossFn:
         block = rematerialised(model.block, remat, in_loop=True)
         layers = model.stack(params["layers"])
         x = model.embed(params, batch)
-        in_order = model.is_trained is None
-        x = run_blocks(block, layers, x, batch, unroll, sum_in_order=in_order)
+        all_trained = model.is_trained is None
+        x = run_blocks(block, layers, x, batch, unroll, sum_in_order=all_trained)
         return model.head(params, x, batch)
 
     return loss_of_function if model.block is None else loss_of_stack

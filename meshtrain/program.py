@@ -191,6 +191,7 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), sharding.use_rules(cfg.rules):
         sync = _sync(cfg, mesh, unreduced_axes)
         abstract = optimizer_and_state(cfg, parts, mesh, sync)
+        experts.check(cfg.expert.kernel, train.dtype)
     check_saved_names(train.remat, model.saved_names, has_layers=model.block is not None)
     kernels.check(train.kernels, mesh.devices.flat[0])
     _check_context(cfg.mesh.context, model)

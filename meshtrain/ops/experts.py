@@ -90,15 +90,19 @@ def chosen_kernel(dtype: jax.typing.DTypeLike, d_model: int, d_expert: int) -> s
     """Returns "batched" or "grouped", by the active `expert.kernel`.
 
     "auto" is batched: no grouped kernel was measured yet, and with equal loads its compiled program
-    is no faster. Raises ConfigError if "grouped" is asked for, and its kernels do not support these
-    experts here.
+    is no faster. Raises ConfigError as `check`.
     """
     kernel = active_kernel.value
     if kernel == "auto":
         return "batched"
-    if kernel == "grouped" and (reason := grouped.why_not(dtype, d_model, d_expert)):
-        raise ConfigError(f"expert.kernel='grouped': {reason}; use 'batched'")
+    check(kernel, dtype, d_model, d_expert)
     return kernel
+
+
+def check(kernel: str, dtype: jax.typing.DTypeLike, *dims: int) -> None:
+    """Raises ConfigError if `expert.kernel` is "grouped", and its kernels lack `dtype` or `dims`."""
+    if kernel == "grouped" and (reason := grouped.why_not(dtype, *dims)):
+        raise ConfigError(f"expert.kernel='grouped': {reason}; use 'batched'")
 
 
 # ---- batched: equal shares, and blocks of what is left ----
@@ -165,7 +169,7 @@ class _Plan:
         before = (number - (end_n - blocks_n)[self.expert]) * self.block  # rows of earlier blocks
         self.start = jnp.minimum(start_n[self.expert] + share + before, num_rows)
         self.count = left_n[self.expert] - before
-        self.num_blocks = sharding.largest_of_mapped(end_n[-1])
+        self.num_blocks = end_n[-1]
 
     def _rows(self, row: jax.Array, valid: jax.Array) -> _Rows:
         return _Rows(row, row // self.k, valid)
@@ -177,13 +181,7 @@ class _Plan:
 
     def for_each_block(self, add: Callable, carry: tuple) -> tuple:
         """Returns `carry` after `carry = add(number, *carry)` for each block."""
-
-        def body(state):
-            return state[0] + 1, *add(*state)
-
-        start = (jnp.zeros((), jnp.int32), *carry)
-        with jax.named_scope(LEFTOVER):
-            return jax.lax.while_loop(lambda state: state[0] < self.num_blocks, body, start)[1:]
+        return sharding.repeat_on_all(add, carry, first=0, end=self.num_blocks, scope=LEFTOVER)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -368,11 +366,5 @@ def _further_passes(c: _Passes, order: _Order, add: Callable, carry: tuple) -> t
     """Returns `carry` after `carry = add(number, *carry)` for each pass but the first."""
     if not c.has_more:
         return carry
-    num_passes = sharding.largest_of_mapped(-(-order.end_n[-1] // c.size))
-
-    def body(state):
-        return state[0] + 1, *add(*state)
-
-    start = (jnp.ones((), jnp.int32), *carry)
-    with jax.named_scope(LEFTOVER):
-        return jax.lax.while_loop(lambda state: state[0] < num_passes, body, start)[1:]
+    num_passes = -(-order.end_n[-1] // c.size)
+    return sharding.repeat_on_all(add, carry, first=1, end=num_passes, scope=LEFTOVER)

@@ -173,14 +173,8 @@ _all_rounds.defvjp(_forward, _backward)
 
 def _further_rounds(c: Exchange, plan: "Plan", add: Callable, carry: tuple) -> tuple:
     """Returns `carry` after `carry = add(number, *carry)` for each round but the first."""
-    num_rounds = sharding.largest_of_mapped(-(-plan.count_d.max() // c.buffer_size))
-
-    def body(state):
-        return state[0] + 1, *add(*state)
-
-    start = (jnp.ones((), jnp.int32), *carry)
-    with jax.named_scope(ROUNDS):
-        return jax.lax.while_loop(lambda state: state[0] < num_rounds, body, start)[1:]
+    num_rounds = -(-plan.count_d.max() // c.buffer_size)
+    return sharding.repeat_on_all(add, carry, first=1, end=num_rounds, scope=ROUNDS)
 
 
 # ---- one round ----

@@ -326,6 +326,24 @@ def _(axis_size, in_batched, count):
     return largest_of_mapped(count.max(0)), False
 
 
+def repeat_on_all(
+    add: Callable[..., tuple], carry: tuple, *, first: int, end: jax.Array, scope: str
+) -> tuple:
+    """Returns `carry` after `carry = add(number, *carry)` for the numbers from `first` below `end`.
+
+    Of functions that are mapped, all run as many iterations as the one with the largest `end`.
+    `scope` is the name of the loop in compiled programs.
+    """
+    largest = largest_of_mapped(end)
+
+    def body(state):
+        return state[0] + 1, *add(*state)
+
+    start = (jnp.full((), first, jnp.int32), *carry)
+    with jax.named_scope(scope):
+        return jax.lax.while_loop(lambda state: state[0] < largest, body, start)[1:]
+
+
 # ---- numbers of shards, by the active mesh and rules; without them everything is one shard ----
 
 

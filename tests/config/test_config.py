@@ -434,3 +434,11 @@ def test_a_pipeline_does_not_offload_activations(remat, tiny):
         build(parse(tiny))
     tiny.train.remat = "full"
     build(parse(tiny))
+
+
+def test_a_dtype_that_grouped_kernels_lack_is_rejected_before_anything_is_traced(tiny):
+    tiny.model.update(num_experts=4, d_expert=16)
+    tiny.expert.kernel, tiny.train.dtype = "grouped", "float16"
+    cfg = parse(tiny, num_devices=8)
+    with pytest.raises(meshtrain.ConfigError, match="train.dtype is float16; use 'batched'"):
+        assemble(cfg, build(cfg))

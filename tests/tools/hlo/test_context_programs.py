@@ -6,19 +6,11 @@ extra aot-gpu.
 
 import collections
 import functools
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from meshtrain.errors import ConfigError
-from meshtrain.tools.hlo import hlo, target, traffic
-from tests.lib.paths import ROOT
+from meshtrain.tools.hlo import traffic
+from tests.lib import programs
 
 pytestmark = pytest.mark.slow
 TARGET, NUM_DEVICES, NUM_LAYERS = "h200:8", 8, 2
@@ -31,28 +23,9 @@ RING, GATHER = "--config.context.method=ring", "--config.context.method=gather"
 
 @functools.cache
 def compiled(*overrides):
-    """Returns the audit of a step as `figures`, and its program as `module`."""
-    try:
-        target.parse(TARGET)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with tempfile.TemporaryDirectory() as folder:
-        figures, text = Path(folder, "audit.json"), Path(folder, "step.hlo")
-        flags = ["--config=llama3_128k", f"--target={TARGET}", *ROWS]
-        flags += [f"--config.model.num_layers={NUM_LAYERS}", "--config.train.num_microbatches=1"]
-        flags += [f"--config.model.{key}={value}" for key, value in MODEL.items()]
-        flags += [f"--output={figures}", f"--keep_hlo={text}", *overrides]
-        done = subprocess.run(
-            [sys.executable, "-m", "meshtrain", "audit", *flags],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return SimpleNamespace(
-            figures=json.loads(figures.read_text()), module=hlo.parse(text.read_text())
-        )
+    flags = [f"--config.model.num_layers={NUM_LAYERS}", "--config.train.num_microbatches=1"]
+    flags += [f"--config.model.{key}={value}" for key, value in MODEL.items()]
+    return programs.audited("llama3_128k", TARGET, *ROWS, *flags, *overrides)
 
 
 def attention_calls(module):

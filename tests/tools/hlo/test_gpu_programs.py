@@ -5,23 +5,15 @@ No GPU is needed, only the wheels of the extra aot-gpu.
 
 import collections
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.plan import published_steps, roofline
 from meshtrain.configs import default
-from meshtrain.errors import ConfigError
-from meshtrain.tools.hlo import hlo, target, traffic
+from meshtrain.tools.hlo import traffic
 from meshtrain.tools.plan.compiled import audited
-from tests.lib.paths import ROOT
+from tests.lib import programs
 
 pytestmark = pytest.mark.slow
 TWO_LAYERS = "--config.model.num_layers=2"
@@ -40,35 +32,11 @@ def case(request):
     return request.param
 
 
-def skip_unless_compiled(name):
-    try:
-        target.parse(name)
-    except ConfigError as error:
-        pytest.skip(str(error))
-
-
 @functools.cache
 def compiled(model, size, *overrides):
-    """Returns the audit of a case as `figures`, and its program as `module`.
-
-    Skips without the compiler.
-    """
-    skip_unless_compiled(f"h200:{size}")
-    with tempfile.TemporaryDirectory() as folder:
-        figures, text = Path(folder, "audit.json"), Path(folder, "step.hlo")
-        flags = [f"--config={roofline.MODELS[model][0]}", f"--target=h200:{size}"]
-        flags += [f"--output={figures}", f"--keep_hlo={text}", *roofline.keys_of(model, size)]
-        done = subprocess.run(
-            [sys.executable, "-m", "meshtrain", "audit", *flags, *overrides],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return SimpleNamespace(
-            figures=json.loads(figures.read_text()), module=hlo.parse(text.read_text())
-        )
+    """Returns a case of benchmarks/plan/roofline.py, as `programs.audited`."""
+    config, keys = roofline.MODELS[model][0], roofline.keys_of(model, size)
+    return programs.audited(config, f"h200:{size}", *keys, *overrides)
 
 
 def kernels(module):
@@ -89,7 +57,7 @@ def test_matrix_products_are_in_the_compute_dtype(case):
 def test_matrix_products_are_those_of_arithmetic(tmp_path, monkeypatch):
     """XLA's own rematerialisation ran a fifth more of them here, at the same peak of memory."""
     _, device, devices, *_ = case = published_steps.COMPILED[2]
-    skip_unless_compiled(f"{device}:{devices}")
+    programs.skip_unless_compiled(f"{device}:{devices}")
     expected = published_steps.prediction(case)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     audit, fault = audited(expected.config, f"{device}:{devices // 8}x8")

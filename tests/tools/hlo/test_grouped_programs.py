@@ -5,22 +5,14 @@ No accelerator is needed, only the wheels of the extra aot-gpu, or aot-tpu.
 
 import collections
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from meshtrain.errors import ConfigError
 from meshtrain.ops import experts
 from meshtrain.parallel import dispatch
-from meshtrain.tools.hlo import hlo, target, traffic
-from tests.lib.paths import ROOT
+from meshtrain.tools.hlo import traffic
+from tests.lib import programs
 
 pytestmark = pytest.mark.slow
 NUM_LAYERS, NUM_EXPERTS, PER_TOKEN, D, F = 2, 8, 2, 512, 256
@@ -44,29 +36,10 @@ TARGETS = {
 
 @functools.cache
 def compiled(name, *overrides):
-    """Returns the audit of a step as `figures`, and its program as `module`."""
-    try:
-        target.parse(TARGETS[name][0])
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with tempfile.TemporaryDirectory() as folder:
-        figures, text = Path(folder, "audit.json"), Path(folder, "step.hlo")
-        flags = ["--config=mixtral", f"--target={TARGETS[name][0]}"]
-        flags += [f"--config.data.seq_len={LENGTH}", f"--config.train.global_batch={NUM_ROWS}"]
-        flags += ["--config.mesh.data=1", "--config.mesh.fsdp=1"]
-        flags += [f"--config.model.{key}={value}" for key, value in MODEL.items()]
-        flags += [f"--output={figures}", f"--keep_hlo={text}", *overrides]
-        done = subprocess.run(
-            [sys.executable, "-m", "meshtrain", "audit", *flags],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return SimpleNamespace(
-            figures=json.loads(figures.read_text()), module=hlo.parse(text.read_text())
-        )
+    flags = [f"--config.data.seq_len={LENGTH}", f"--config.train.global_batch={NUM_ROWS}"]
+    flags += ["--config.mesh.data=1", "--config.mesh.fsdp=1"]
+    flags += [f"--config.model.{key}={value}" for key, value in MODEL.items()]
+    return programs.audited("mixtral", TARGETS[name][0], *flags, *overrides)
 
 
 def grouped_calls(module, name):

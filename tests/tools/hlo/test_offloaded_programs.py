@@ -4,20 +4,12 @@ No GPU is needed, only the wheels of the extra aot-gpu.
 """
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from meshtrain.errors import ConfigError
-from meshtrain.tools.hlo import activations, hlo, target
-from tests.lib.paths import ROOT
+from meshtrain.tools.hlo import activations, hlo
+from tests.lib import programs
 
 TARGET, NUM_LAYERS, SEQ_LEN, D_MODEL = "h200:8", 4, 8192, 4096
 INPUTS = NUM_LAYERS * SEQ_LEN * D_MODEL * 2  # bytes of the inputs of all layers, bfloat16
@@ -26,35 +18,17 @@ ACTIVATIONS, MOMENTS = "--config.train.remat=offload", "--config.optim.offload=T
 
 @functools.cache
 def compiled(*overrides):
-    """Returns the `memory` of the audit of Llama's step, and its program as `text` and `module`."""
-    try:
-        target.parse(TARGET)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with tempfile.TemporaryDirectory() as folder:
-        figures, text = Path(folder, "audit.json"), Path(folder, "step.hlo")
-        flags = ["--config=llama3", f"--target={TARGET}", "--config.data.packing=windows"]
-        flags += [f"--config.model.num_layers={NUM_LAYERS}", f"--config.data.seq_len={SEQ_LEN}"]
-        flags += ["--config.train.global_batch=8", "--config.train.num_microbatches=1"]
-        flags += [f"--output={figures}", f"--keep_hlo={text}", *overrides]
-        done = subprocess.run(
-            [sys.executable, "-m", "meshtrain", "audit", *flags],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        memory = json.loads(figures.read_text())["memory"]
-        program = text.read_text()
-        return SimpleNamespace(memory=memory, text=program, module=hlo.parse(program))
+    flags = ["--config.data.packing=windows", f"--config.data.seq_len={SEQ_LEN}"]
+    flags += [f"--config.model.num_layers={NUM_LAYERS}"]
+    flags += ["--config.train.global_batch=8", "--config.train.num_microbatches=1"]
+    return programs.audited("llama3", TARGET, *flags, *overrides)
 
 
 @pytest.mark.slow
 def test_inputs_of_layers_are_copied_in_both_passes_while_layers_compute():
     offloaded = compiled(ACTIVATIONS)
-    assert offloaded.memory["activations_on_host"] == INPUTS
-    assert compiled().memory["activations_on_host"] == 0
+    assert offloaded.figures["memory"]["activations_on_host"] == INPUTS
+    assert compiled().figures["memory"]["activations_on_host"] == 0
     # Of each loop: it writes into, or reads from, the array of all inputs, in the host's memory.
     stacked = f"bf16[{NUM_LAYERS},1,{SEQ_LEN},{D_MODEL}]{{3,2,1,0:S(5)}}"
     lines = [line for line in offloaded.text.splitlines() if stacked in line]
@@ -68,7 +42,8 @@ def test_inputs_of_layers_are_copied_in_both_passes_while_layers_compute():
 
 @pytest.mark.slow
 def test_the_device_has_the_memory_of_offloaded_moments():
-    plain, offloaded = compiled().memory, compiled(MOMENTS).memory
+    plain = compiled().figures["memory"]
+    offloaded = compiled(MOMENTS).figures["memory"]
     assert offloaded["optimizer_state_on_host"] == pytest.approx(plain["optimizer_state"], abs=64)
     assert offloaded["optimizer_state"] < 64
     saved = plain["peak"] - offloaded["peak"]
