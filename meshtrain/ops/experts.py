@@ -100,7 +100,7 @@ def chosen_kernel(dtype: jax.typing.DTypeLike, d_model: int, d_expert: int) -> s
 
 
 def check(kernel: str, dtype: jax.typing.DTypeLike, *dims: int) -> None:
-    """Raises ConfigError if `expert.kernel` is "grouped", and its kernels lack `dtype` or `dims`."""
+    """Raises ConfigError if the kernels of `expert.kernel` do not support a dtype or dims."""
     if kernel == "grouped" and (reason := grouped.why_not(dtype, *dims)):
         raise ConfigError(f"expert.kernel='grouped': {reason}; use 'batched'")
 
