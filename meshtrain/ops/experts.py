@@ -334,11 +334,11 @@ def _forward_in_passes(combine, c, x_TD, weights_Tk, kernels, order_R, sizes_n):
     order = _order_of(c, weights_Tk, order_R, sizes_n)
     compute = partial(_pass, combine, c, order)
 
-    def add_pass(number, out_TD):
-        return (out_TD + compute(number, x_TD, weights_Tk, *kernels),)
+    def compute_pass(number):
+        return (compute(number, x_TD, weights_Tk, *kernels),)
 
     out_TD, vjp = jax.vjp(partial(compute, 0), x_TD, weights_Tk, *kernels)
-    (out_TD,) = _further_passes(c, order, add_pass, (out_TD,))
+    (out_TD,) = _with_further_passes(c, order, compute_pass, (out_TD,))
     return out_TD, (vjp, order, x_TD, weights_Tk, kernels)
 
 
@@ -346,15 +346,11 @@ def _backward_in_passes(combine, c, kept, grad_TD):
     vjp, order, x_TD, weights_Tk, kernels = kept
     compute = partial(_pass, combine, c, order)
 
-    def add_pass(number, *sums):
+    def compute_pass(number):
         _, vjp = jax.vjp(partial(compute, number), x_TD, weights_Tk, *kernels)
-        return tuple(map(jnp.add, sums, vjp(grad_TD)))
+        return vjp(grad_TD)
 
-    first = vjp(grad_TD)
-    # In bfloat16, sums over many passes would lose small terms.
-    wide = [grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) for grad in first]
-    sums = _further_passes(c, order, add_pass, tuple(wide))
-    sums = [total.astype(grad.dtype) for total, grad in zip(sums, first, strict=True)]
+    sums = _with_further_passes(c, order, compute_pass, vjp(grad_TD))
     grad_x, grad_weights, *grad_kernels = sums
     return grad_x, grad_weights, tuple(grad_kernels), None, None
 
@@ -362,9 +358,11 @@ def _backward_in_passes(combine, c, kept, grad_TD):
 _in_passes.defvjp(_forward_in_passes, _backward_in_passes)
 
 
-def _further_passes(c: _Passes, order: _Order, add: Callable, carry: tuple) -> tuple:
-    """Returns `carry` after `carry = add(number, *carry)` for each pass but the first."""
+def _with_further_passes(
+    c: _Passes, order: _Order, compute: Callable[[jax.Array], tuple], first: tuple
+) -> tuple:
+    """Returns `first`, the results of the first pass, plus `compute(number)` of each other one."""
     if not c.has_more:
-        return carry
+        return first
     num_passes = -(-order.end_n[-1] // c.size)
-    return sharding.repeat_on_all(add, carry, first=1, end=num_passes, scope=LEFTOVER)
+    return sharding.sum_on_all(compute, first, end=num_passes, scope=LEFTOVER)

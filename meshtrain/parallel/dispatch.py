@@ -144,10 +144,10 @@ def _forward(c, feed_forward, x_sgtD, weights_sgtk, kernels, experts_sgtk):
     compute = partial(_round, c, feed_forward, plan)
     y_sgtD, vjp = jax.vjp(partial(compute, 0), x_sgtD, weights_sgtk, *kernels)
 
-    def add_round(number, y_sgtD):
-        return (y_sgtD + compute(number, x_sgtD, weights_sgtk, *kernels),)
+    def compute_round(number):
+        return (compute(number, x_sgtD, weights_sgtk, *kernels),)
 
-    (y_sgtD,) = _further_rounds(c, plan, add_round, (y_sgtD,))
+    (y_sgtD,) = _with_further_rounds(c, plan, compute_round, (y_sgtD,))
     return y_sgtD, (vjp, plan, x_sgtD, weights_sgtk, kernels)
 
 
@@ -155,15 +155,11 @@ def _backward(c, feed_forward, kept, grad_sgtD):
     vjp, plan, x_sgtD, weights_sgtk, kernels = kept
     compute = partial(_round, c, feed_forward, plan)
 
-    def add_round(number, *sums):
+    def compute_round(number):
         _, vjp = jax.vjp(partial(compute, number), x_sgtD, weights_sgtk, *kernels)
-        return tuple(map(jnp.add, sums, vjp(grad_sgtD)))
+        return vjp(grad_sgtD)
 
-    first = vjp(grad_sgtD)
-    # In bfloat16, sums over many rounds would lose small terms.
-    wide = [grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) for grad in first]
-    sums = _further_rounds(c, plan, add_round, tuple(wide))
-    sums = [total.astype(grad.dtype) for total, grad in zip(sums, first, strict=True)]
+    sums = _with_further_rounds(c, plan, compute_round, vjp(grad_sgtD))
     grad_x, grad_weights, *grad_kernels = sums
     return grad_x, grad_weights, tuple(grad_kernels), None
 
@@ -171,10 +167,12 @@ def _backward(c, feed_forward, kept, grad_sgtD):
 _all_rounds.defvjp(_forward, _backward)
 
 
-def _further_rounds(c: Exchange, plan: "Plan", add: Callable, carry: tuple) -> tuple:
-    """Returns `carry` after `carry = add(number, *carry)` for each round but the first."""
+def _with_further_rounds(
+    c: Exchange, plan: "Plan", compute: Callable[[jax.Array], tuple], first: tuple
+) -> tuple:
+    """Returns `first`, the results of the first round, plus `compute(number)` of each other one."""
     num_rounds = -(-plan.count_d.max() // c.buffer_size)
-    return sharding.repeat_on_all(add, carry, first=1, end=num_rounds, scope=ROUNDS)
+    return sharding.sum_on_all(compute, first, end=num_rounds, scope=ROUNDS)
 
 
 # ---- one round ----

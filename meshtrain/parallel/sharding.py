@@ -344,6 +344,22 @@ def repeat_on_all(
         return jax.lax.while_loop(lambda state: state[0] < largest, body, start)[1:]
 
 
+def sum_on_all(
+    compute: Callable[[jax.Array], tuple], first: tuple, *, end: jax.Array, scope: str
+) -> tuple:
+    """Returns `first` plus `compute(number)` for each number from 1 below `end`.
+
+    As `repeat_on_all`, in float32 or wider: in bfloat16, sums of many terms would lose small ones.
+    """
+
+    def add(number, *sums):
+        return tuple(map(jnp.add, sums, compute(number)))
+
+    wide = tuple(one.astype(jnp.promote_types(one.dtype, jnp.float32)) for one in first)
+    sums = repeat_on_all(add, wide, first=1, end=end, scope=scope)
+    return tuple(total.astype(one.dtype) for total, one in zip(sums, first, strict=True))
+
+
 # ---- numbers of shards, by the active mesh and rules; without them everything is one shard ----
 
 
