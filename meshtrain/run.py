@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from meshtrain import console, storage
-from meshtrain.checkpoint import initial, lock, run_tokenizer
+from meshtrain.checkpoint import initial, lock, resume, run_tokenizer
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress
@@ -22,7 +22,7 @@ from meshtrain.config import checks
 from meshtrain.config.build import RunParts, build, with_steps
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
-from meshtrain.data.source import Source
+from meshtrain.data.source import Phase, Source, Timeline
 from meshtrain.models.base import Model
 from meshtrain.monitor import capacity, health, heldout, memory, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
@@ -77,6 +77,7 @@ class Run:
         """Returns what the manifest of a checkpoint records besides the state."""
         return {
             "position": self.loader.position,
+            "phases": [list(phase) for phase in getattr(self.data, "phases", ())],
             "metrics": finite({**self.writer.newest, **evaluation, "tokens": self.writer.tokens}),
             "loss_statistics": self.loss_monitor.statistics,
         }
@@ -116,6 +117,8 @@ def open_run(
     config_record = cfg.to_dict()  # as files and checkpoints have it
     distributed.check_same({**config_record, "workdir": str(workdir)})
     train_data = parts.train_data
+    with distributed.raise_on_all_processes():
+        _in_run(train_data, cfg, None)  # its faults, before a workdir is made
     if eval_data is None:
         eval_data = parts.heldout_data
     eval_data = heldout.fixed_batches(eval_data, cfg, check=program.model.check_batch)
@@ -180,6 +183,8 @@ def open_run(
         program = _with_schedule(program, cfg, parts, num_steps)
         config_record = cfg.to_dict()
         saver.resume_with(config_record, saved)
+    with distributed.raise_on_all_processes():
+        train_data = _in_run(train_data, cfg, saved)
     # Where the parameters of a new run come from is checked now, before anything is compiled.
     find_init_source = functools.partial(
         initial.find_source,
@@ -229,6 +234,8 @@ def open_run(
         units=units,
         data=train_data,
         grad_sync=program.sync,
+        position=position,
+        step=first_step,
     )
     for line in start_lines:
         writer.progress(line)
@@ -296,6 +303,26 @@ def open_run(
 def _any_asked_to_stop(stop: threading.Event, clock: progress.Clock) -> bool:
     """Returns on process 0 whether a signal or the supervisor asked any process to stop."""
     return distributed.any_asked_to_stop(stop.is_set() or clock.stop_requested)
+
+
+def _in_run(data: Any, cfg: Config, saved: Manifest | None) -> Any:
+    """Returns the data of the run, which may change at some of its steps.
+
+    Raises ConfigError for data that the run may not read so, on from the checkpoint `saved`.
+    """
+    if not isinstance(data, Source) or data.in_run is None:
+        return data
+    run = Timeline(cfg.train.steps, cfg.train.global_batch)
+    if saved:
+        is_free = resume.is_allowed("data", cfg.checkpoint.allow_change)
+        saved_batch = saved.config.get("train", {}).get("global_batch")
+        run = run._replace(
+            step=saved.step,
+            position=saved.position,
+            phases=() if is_free else [Phase(*phase) for phase in saved.phases],
+            same_batch=saved_batch == cfg.train.global_batch,
+        )
+    return data.in_run(run)
 
 
 def _tokens_before(saved: Manifest, units: Units, cfg: Config) -> int:

@@ -66,6 +66,8 @@ class Manifest:
     # path -> size in bytes and CRC-32; None and "" where there is none, see above
     files: dict[str, tuple[int | None, str]]
     identity: dict[str, str] = field(default_factory=dict)  # digests of data and tokenizer
+    # `source.Phase` of each phase of the data, those ahead included, as lists
+    phases: list[list[Any]] = field(default_factory=list)
     # path in the state -> key of a chunk -> CRC-32C; empty before format 3
     chunks: dict[str, dict[str, str]] = field(default_factory=dict)
     format: int = FORMAT
@@ -219,6 +221,9 @@ def _parse(data: bytes, directory: Path) -> Manifest:
         raise TypeError
     if not isinstance(manifest.config, dict) or not isinstance(manifest.identity, dict):
         raise TypeError
+    for step, sample, digest in manifest.phases:
+        if not isinstance(step, int) or not isinstance(sample, int) or not isinstance(digest, str):
+            raise TypeError
     numbers = [manifest.time]
     for by_name in (manifest.metrics, manifest.loss_statistics, manifest.mesh):
         numbers += by_name.values()

@@ -14,8 +14,10 @@ from meshtrain.errors import ConfigError
 
 IDENTITY = {"data": "other tokens", "tokenizer": "another tokenizer"}  # keys of Manifest.identity
 
+HELDOUT = ("data.heldout", "data.heldout_path")
+
 # What the model computes, and what it is trained on; all other keys may change, and are reported.
-FIXED = ("model.*", "adapter.*", "data.build", "data.separator", "data.heldout", *IDENTITY)
+FIXED = ("model.*", "adapter.*", "data.build", "data.separator", *HELDOUT, *IDENTITY)
 ALLOW = "checkpoint.allow_change"
 FREE = ("model.attention_impl", "model.loss_chunk_mib")  # how it is computed
 
@@ -74,14 +76,19 @@ def check(
     """
     differing = {key: pair for key, pair in changes(saved, config).items() if _matches(key, only)}
     differing |= identity_changes(saved, identity)
-    allowed = config["checkpoint"].get("allow_change", "").split(",")
+    allowed = config["checkpoint"].get("allow_change", "")
     faults = []
     for key, (then, now) in differing.items():
-        if _matches(key, FIXED) and not _matches(key, [*FREE, *allowed]):
+        if _matches(key, FIXED) and not (_matches(key, FREE) or is_allowed(key, allowed)):
             faults.append(_fault(key, then, now, source))
     if faults:
         raise ConfigError(*faults)
     return differing
+
+
+def is_allowed(key: str, allow_change: str) -> bool:
+    """Returns whether `checkpoint.allow_change` names a key."""
+    return _matches(key, allow_change.split(","))
 
 
 def lines(differing: Mapping[str, list]) -> list[str]:

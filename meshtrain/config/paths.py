@@ -26,9 +26,11 @@ def _with_changed_paths(raw: Mapping[str, Any], change: Callable[[str], str]) ->
 
 
 def _changed(key: str, value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a value after the change if it is a path, or the paths of a mixture."""
+    """Returns a value after the change if it is a path, or the paths of mixtures."""
     if key == "mixture" and isinstance(value, tuple):
         return tuple(_changed_entry(entry, change) for entry in value)
+    if key == "phases" and isinstance(value, tuple):
+        return tuple(_changed_phase(phase, change) for phase in value)
     is_path = key == "init_from" or key.endswith("path")
     if is_path and isinstance(value, str) and value and "://" not in value:
         return change(value)
@@ -41,3 +43,11 @@ def _changed_entry(entry: Any, change: Callable[[str], str]) -> Any:
         return entry
     path, *weight = entry
     return (_changed("path", path, change), *weight)
+
+
+def _changed_phase(phase: Any, change: Callable[[str], str]) -> Any:
+    """Returns an entry (LENGTH, MIXTURE) of phases; anything else as it is."""
+    if not isinstance(phase, tuple) or len(phase) != 2:
+        return phase
+    length, parts = phase
+    return length, _changed("path" if isinstance(parts, str) else "mixture", parts, change)

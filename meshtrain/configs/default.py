@@ -248,6 +248,15 @@ def get_config() -> ConfigDict:
     # weighted mixture, (("PATH", WEIGHT), ...), instead of data.path: samples are drawn in
     # proportion to WEIGHT
     data.mixture = ()
+    # mixtures one after the other, ((LENGTH, MIXTURE), ...), instead of data.mixture: LENGTH is an
+    # integer of steps or a fraction of the run, and the last one lasts to its end; MIXTURE is as
+    # data.mixture, or a path. On resume, phases that have not begun may be changed
+    data.phases = ()
+    # what the weights of a mixture are shares of: "tokens", or "documents"
+    data.weights = "tokens"
+    # most passes over each path of the data: a run that would read one more often is rejected;
+    # 0: any number
+    data.max_epochs = 0.0
     # tokenizer with a chat template, of data.build=meshtrain.data.chat:build: the folder of a
     # Hugging Face model
     data.tokenizer_path = ""
@@ -269,6 +278,13 @@ def get_config() -> ConfigDict:
     # process alone
     data.per_process = False
     data.heldout = 0.05  # fraction of the data that is held out for evaluation
+    data.heldout_path = ""  # other data that is held out instead, in any format of data.path
+    # share of the documents in training rows that are written for filling in the middle
+    data.fim_rate = 0.0
+    data.fim_spm_rate = 0.5  # share of these that are written as suffix, prefix, middle
+    # the tokens before prefix, suffix and middle, as ids or texts; (): the tokenizer has them under
+    # a name that is known
+    data.fim_tokens = ()
     data.seed = train.get_oneway_ref("seed")  # seed of the sample order; default: train.seed
 
     config.optim = optim = Section()

@@ -38,6 +38,7 @@ class Corpus(NamedTuple):
     token_bytes: np.ndarray | None = None  # (vocab_size,) number of text bytes of each token
     # Path prefix of the files that cache computed results; "": none are written.
     cache_prefix: str = ""
+    warnings: Sequence[str] = ()  # lines to log before a run reads it
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +128,14 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
             f"data.vocab_size={vocab_size}; tokenize it with `meshtrain prepare`, or set "
             f"data.dtype=uint8 for bytes"
         )
+    warnings = []
+    if pattern and not _matches(path, pattern, exclude):
+        given, pattern = pattern, _pattern_of(path) or pattern
+        if pattern != given:
+            warnings = [
+                f"data.path={path}: no files match data.pattern={given}; it has most of {pattern}, "
+                f"which are read instead"
+            ]
     tokens, starts, names, digest = _read_folder(path, pattern, exclude, any_format=bool(dtype))
     return Corpus(
         path,
@@ -138,17 +147,21 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
         digest=digest,
         tokenizer="bytes",
         token_bytes=(np.arange(256) != END_OF_FILE).astype(np.int32),
+        warnings=warnings,
     )
 
 
+def _matches(path: str, pattern: str, exclude: tuple) -> bool:
+    """Returns whether a folder has files to read, or a prepared folder to name instead."""
+    return any(files.find(Path(path), pattern, key="data.pattern", exclude=frozenset(exclude)))
+
+
 def _pattern_of(path: str) -> str:
-    """Returns what to set data.pattern to for the most frequent kind of file; "" without files."""
+    """Returns the pattern of the most frequent kind of text in a folder; "": it has none."""
     found, _ = files.find(Path(path), "*", key="data.pattern")
-    endings = collections.Counter(file.suffix for file in found)
-    if not endings:
-        return ": there are no files"
-    ending, _ = endings.most_common(1)[0]
-    return f"; most of its files are *{ending}: set data.pattern='*{ending}'"
+    texts = [file for file in found if file.stat().st_size and not formats.in_folder(file)]
+    endings = collections.Counter(file.suffix for file in texts if not _looks_wider(_start(file)))
+    return f"*{endings.most_common(1)[0][0]}" if endings else ""
 
 
 @functools.lru_cache(maxsize=1)  # both splits read the same folder
@@ -174,7 +187,8 @@ def _read_folder(
         )
     if not paths:
         raise ConfigError(
-            f"data.path={path}: no files match data.pattern={pattern!r}{_pattern_of(path)}"
+            f"data.path={path}: no files match data.pattern={pattern!r}, and none is text; give "
+            f"another folder"
         )
     for file in () if any_format else paths:
         known = formats.in_folder(file)
@@ -277,12 +291,10 @@ def _default_dtype(path: str, vocab_size: int) -> str:
             f"{formats.way_out(known, Path(path))}; to train on the bytes of the file itself, set "
             f"data.dtype=uint8"
         )
-    with open(path, "rb") as file:
-        sample = file.read(1 << 16)
     reason = ""
     if vocab_size > 256:
         reason = f"with data.vocab_size={vocab_size}, its tokens are not bytes"
-    elif _looks_wider(sample):
+    elif _looks_wider(_start(Path(path))):
         reason = "its bytes look like numbers of 16 bits or more"
     if not reason:
         return "uint8"
@@ -290,6 +302,12 @@ def _default_dtype(path: str, vocab_size: int) -> str:
         f"data.path={path}: {reason}; set data.dtype to that of its tokens: "
         f"uint16 (nanoGPT's .bin), uint32, int32, or uint8 for bytes"
     )
+
+
+def _start(path: Path) -> bytes:
+    """Returns the first bytes of a file."""
+    with open(path, "rb") as file:
+        return file.read(1 << 16)
 
 
 def _looks_wider(sample: bytes) -> bool:

@@ -1,33 +1,89 @@
 """A weighted mixture of sources, and the permutation that shuffles samples.
 
-Both are functions of the index of a sample, so the position in the data is one number.
+Both are functions of the index of a sample, so the position in the data is one number. The weights
+may change at some samples of a run: its phases.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from meshtrain.data import identity
-from meshtrain.data.source import Batch, Source, concatenate
+from meshtrain.data.source import Batch, Part, Source, concatenate
 from meshtrain.errors import ConfigError
 
 BLOCK = 1 << 16  # samples; each source has exactly its share of every block
 SORTED_SIZE = 1 << 16  # `permute` sorts up to this size
 
+BlockKey = Callable[[int], int]
 
-def mix(
-    sources: Sequence[Source], weights: Sequence[float], block_key: Callable[[int], int]
-) -> Source:
-    """Returns the mixture; each source counts its own epochs. `block_key`: see `assign`."""
-    counts = block_counts(weights)
-    if (counts == 0).any():
-        raise ConfigError(
-            f"data.mixture: a weight is less than one sample in {BLOCK}; remove that path"
-        )
+
+class Shares(NamedTuple):
+    """The shares of the sources from a sample on."""
+
+    first: int  # this sample
+    counts: np.ndarray  # (sources,) of each block: see `block_counts`
+    block_key: BlockKey | None  # see `assign`; None: one source has all samples, in its own order
+
+    @classmethod
+    def of(cls, weights: Sequence[float], first: int, block_key: BlockKey | None) -> "Shares":
+        """Returns the shares in proportion to `weights`.
+
+        Raises ConfigError if a source would give no sample, although its weight is above 0.
+        """
+        counts = block_counts(weights)
+        if ((counts == 0) & (np.asarray(weights) > 0)).any():
+            raise ConfigError(
+                f"data.mixture: a weight is less than one sample in {BLOCK}; remove that path"
+            )
+        return cls(first, counts, block_key)
+
+    def assign(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what `assign` does, of samples counted from the first one of these shares."""
+        if self.block_key is None:
+            return np.full_like(indices, np.argmax(self.counts)), indices
+        return assign(indices, self.counts, self.block_key)
+
+
+class Unread(NamedTuple):
+    """What a phase has before it in each source: samples that were left out, and all from one on.
+
+    A phase may end within a block, of which it has read some samples of each source, in any order.
+    """
+
+    left_out: list[np.ndarray]  # of each source
+    rest: np.ndarray  # (sources,)
+
+    def number(self, source: int, indices: np.ndarray) -> np.ndarray:
+        """Returns the numbers of samples, of which `indices` are unread samples of a source."""
+        left_out = self.left_out[source]
+        is_left_out = indices < len(left_out)
+        numbers = self.rest[source] + indices - len(left_out)
+        numbers[is_left_out] = left_out[indices[is_left_out]]
+        return numbers
+
+
+def mix(sources: Sequence[Source], names: Sequence[str], phases: Sequence[Shares]) -> Source:
+    """Returns the mixture; each source counts its own epochs, through all phases.
+
+    `phases` are in order, the first one from sample 0 on.
+    """
+    firsts = np.array([phase.first for phase in phases])
+    unread = _unread(phases)
 
     def read(indices: np.ndarray) -> Batch:
-        source_numbers, source_indices = assign(indices, counts, block_key)
+        phase_numbers = np.searchsorted(firsts, indices, side="right") - 1
+        source_numbers = np.empty_like(indices)
+        source_indices = np.empty_like(indices)
+        for number in np.unique(phase_numbers):
+            selected = phase_numbers == number
+            chosen, within = phases[number].assign(indices[selected] - firsts[number])
+            for one in np.unique(chosen):
+                within[chosen == one] = unread[number].number(one, within[chosen == one])
+            source_numbers[selected] = chosen
+            source_indices[selected] = within
         batches = []
         for number in np.unique(source_numbers):
             batch = sources[number].read(source_indices[source_numbers == number])
@@ -36,22 +92,91 @@ def mix(
         order = np.argsort(np.argsort(source_numbers, kind="stable"))
         return concatenate(batches, order)
 
-    shares = [
-        f"{count / BLOCK:.2%} {source.description}"
-        for count, source in zip(counts, sources, strict=True)
-    ]
-    digests = [source.identity.get("data", "") for source in sources]
+    def samples_before(sample: int) -> np.ndarray:
+        """Returns how many of the samples before this one come from each source."""
+        counts = np.zeros_like(phases[0].counts)
+        for phase, end in zip(phases, [*firsts[1:].tolist(), sample], strict=True):
+            counts += _num_assigned(phase, max(0, min(end, sample) - phase.first))
+        return counts
+
+    def parts(first: int, last: int) -> list[Part]:
+        samples = (samples_before(last) - samples_before(first)).tolist()
+        sizes = [source.size for source in sources]
+        return [Part(*values) for values in zip(names, samples, sizes, strict=True)]
+
     tokenizers = [source.identity.get("tokenizer", "") for source in sources]
     known_tokenizers = [tokenizer for tokenizer in tokenizers if tokenizer]
     return Source(
         read,
-        description="; ".join(shares),
+        description=_description(sources, names, phases),
         token_bytes=sources[0].token_bytes,
         identity={
-            "data": identity.of_parts([digests, counts.tolist()]),
+            # Of several phases each has a digest of its own.
+            "data": digest(sources, phases[0]) if len(phases) == 1 else "",
             "tokenizer": known_tokenizers[0] if known_tokenizers else "",
         },
+        parts=parts,
     )
+
+
+def digest(sources: Sequence[Source], shares: Shares) -> str:
+    """Returns what identifies a mixture: its data and their shares."""
+    digests = [source.identity.get("data", "") for source in sources]
+    used = np.flatnonzero(shares.counts)
+    if shares.block_key is None:
+        return digests[used[0]]
+    return identity.of_parts([[digests[one] for one in used], shares.counts[used].tolist()])
+
+
+def _description(sources: Sequence[Source], names: Sequence[str], phases: Sequence[Shares]) -> str:
+    if len(phases) == 1:
+        shares = zip(phases[0].counts, sources, strict=True)
+        return "; ".join(f"{count / BLOCK:.2%} {source.description}" for count, source in shares)
+    lines = []
+    for phase in phases:
+        shares = [
+            f"{count / BLOCK:.2%} {name}"
+            for count, name in zip(phase.counts, names, strict=True)
+            if count
+        ]
+        lines.append(f"from sample {phase.first:,} {', '.join(shares)}")
+    return "; ".join(lines)
+
+
+def _num_assigned(shares: Shares, num_samples: int) -> np.ndarray:
+    """Returns how many of the first samples each source gives, (sources,) int64."""
+    sources, _ = shares.assign(_of_last_block(num_samples))
+    num_sources = len(shares.counts)
+    return num_samples // BLOCK * shares.counts + np.bincount(sources, minlength=num_sources)
+
+
+def _of_last_block(num_samples: int) -> np.ndarray:
+    """Returns the samples of a block that is not complete."""
+    return np.arange(num_samples // BLOCK * BLOCK, num_samples)
+
+
+def _unread(phases: Sequence[Shares]) -> list[Unread]:
+    """Returns what each phase has before it."""
+    num_sources = len(phases[0].counts)
+    nothing = [np.zeros(0, np.int64)] * num_sources
+    unread = [Unread(nothing, np.zeros(num_sources, np.int64))]
+    for phase, following in zip(phases[:-1], phases[1:], strict=True):
+        before = unread[-1]
+        num_samples = following.first - phase.first
+        sources, indices = phase.assign(_of_last_block(num_samples))
+        num_blocks = -(-num_samples // BLOCK)
+        left_out, rest = [], before.rest.copy()
+        for source in range(num_sources):
+            # All of the complete blocks were read, and of the last one these.
+            first, last = (
+                count * phase.counts[source] for count in (num_samples // BLOCK, num_blocks)
+            )
+            not_read = np.setdiff1d(np.arange(first, last), indices[sources == source])
+            older = before.left_out[source]
+            left_out.append(np.concatenate([before.number(source, not_read), older[last:]]))
+            rest[source] += max(0, last - len(older))
+        unread.append(Unread(left_out, rest))
+    return unread
 
 
 def block_counts(weights: Sequence[float]) -> np.ndarray:
@@ -65,7 +190,7 @@ def block_counts(weights: Sequence[float]) -> np.ndarray:
 
 
 def assign(
-    indices: np.ndarray, counts: np.ndarray, block_key: Callable[[int], int]
+    indices: np.ndarray, counts: np.ndarray, block_key: BlockKey
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the source of each sample, and its index in that source; both (n,) int64.
 

@@ -27,6 +27,38 @@ class Batch(NamedTuple):
     num_pads: Any = None
 
 
+class Phase(NamedTuple):
+    """A part of a run with a mixture of its own."""
+
+    step: int  # at which it begins
+    sample: int  # the first one
+    digest: str  # of its data and their shares
+
+
+class Part(NamedTuple):
+    """What a run reads of one of the data sets that are mixed."""
+
+    name: str
+    samples: int
+    size: int | None  # samples of an epoch
+
+
+class Timeline(NamedTuple):
+    """A run, or the rest of one that resumes, as far as its data depends on it."""
+
+    num_steps: int
+    global_batch: int
+    step: int = 0  # the next one, which reads the samples from `position` on
+    position: int = 0
+    phases: Sequence[Phase] = ()  # of the checkpoint that the run resumes from
+    same_batch: bool = True  # whether the steps before had this global batch
+
+
+def last_sample(run: Timeline) -> int:
+    """Returns the number of samples that a run has read at its end."""
+    return run.position + (run.num_steps - run.step) * run.global_batch
+
+
 @dataclass(frozen=True)
 class Source:
     """A dataset. The result of `read` must depend only on its argument; this makes runs resumable.
@@ -50,6 +82,12 @@ class Source:
     warnings: Sequence[str] = ()  # lines to log before a run trains on it
     # First sample of a global batch that was read -> its samples without padding; None: all.
     num_samples: Callable[[int], int] | None = None
+    # Of data that changes during a run: returns the source of that run, which has phases. Raises
+    # ConfigError if it may not resume so. None: the data depends on nothing but the sample.
+    in_run: Callable[[Timeline], "Source"] | None = None
+    phases: Sequence[Phase] = ()  # checkpoints record them
+    # Returns what is read of each data set of a mixture from one sample up to another.
+    parts: Callable[[int, int], Sequence[Part]] | None = None
 
 
 def check_sizes(seq_len: int, vocab_size: int, seed: int, separator: int = -1) -> None:

@@ -6,13 +6,15 @@ corpus.py reads the files.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtrain import object_store
 from meshtrain.config.rounding import to_12_digits
-from meshtrain.data import tokenizer
+from meshtrain.data import fim, prepared, tokenizer
 from meshtrain.data.corpus import (
     Corpus,
     is_document_start,
@@ -20,21 +22,27 @@ from meshtrain.data.corpus import (
     read_windows,
     token_range,
 )
-from meshtrain.data.mixture import mix, permute
+from meshtrain.data.mixture import Shares, digest, mix, permute
 from meshtrain.data.packing import load_or_pack, read_rows
+from meshtrain.data.phases import Entry, first_steps, parse, parse_parts, place
 from meshtrain.data.source import (
     Batch,
+    Part,
     Source,
+    Timeline,
     check_sizes,
+    last_sample,
     split_documents,
     to_batch,
     to_segmented_batch,
 )
-from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 
 # B batch, S sequence
 
 PACKINGS = ("windows", "best_fit")
+WEIGHTS = ("tokens", "documents")  # what the weights of a mixture are shares of
+EMPTY = {"data.path": "data.path=''", "data.mixture": "data.mixture=()"}
 ENTROPY_TOKENS = 1 << 26  # the unigram entropy is estimated from at most this many tokens
 BLOCK = 1 << 10  # samples whose rows are computed together: most samples are read in order
 
@@ -54,14 +62,23 @@ def build(
     packing: str = "windows",  # older configs lack these
     mixture: tuple = (),
     tokenizer_path: str = "",
+    heldout_path: str = "",
+    phases: tuple = (),
+    weights: str = "tokens",
+    max_epochs: float = 0.0,
+    fim_rate: float = 0.0,
+    fim_spm_rate: float = 0.5,
+    fim_tokens: tuple = (),
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 
     A file is memory-mapped: `.npy`, raw numbers of `dtype` ("": the bytes of a text), or
     Megatron-LM's PREFIX.bin with its PREFIX.idx. The shards of a folder written by
-    `meshtrain prepare` are mapped too. Any other folder is read into memory: the bytes of all files
-    that match `pattern`, except those in subfolders named in `exclude`.
+    `meshtrain prepare` are mapped too, and train.bin and val.bin of a folder of nanoGPT. Any other
+    folder is read into memory: the bytes of all files that match `pattern`, except those in
+    subfolders named in `exclude`.
     The last `heldout` fraction of the tokens is held out; the files of a folder are shuffled first.
+    With `heldout_path` all of that is held out instead, and nothing of the others.
     Each epoch visits each row once, in a new random order; sample i is the i-th over all epochs.
 
     Packing "windows": the stream is split into rows of `seq_len` tokens, even within documents; a
@@ -73,10 +90,18 @@ def build(
     one, and "best_fit" is an error. The token `separator` ends documents as well, in any data; -1:
     no token does.
     `mixture` ((path, weight), ...) replaces `path`: samples come from each path in proportion to
-    its weight.
+    its weight, which is a share of the tokens, or of the documents if `weights` says so. `phases`
+    ((length, mixture), ...) are mixtures of parts of the run, one after the other: see phases.py.
+    Of them the last one is held out. A run that would read a path more than `max_epochs` times is
+    rejected; 0: there is no limit.
+    A share `fim_rate` of the documents of training rows is written for filling in the middle: see
+    fim.py.
     """
     check_sizes(seq_len, vocab_size, seed, separator)
     faults = choice_faults("data.packing", packing, PACKINGS)
+    faults += choice_faults("data.weights", weights, WEIGHTS)
+    faults += minimum_faults(0, {"data.max_epochs": max_epochs})
+    faults += fim.rate_faults(fim_rate, fim_spm_rate)
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
     if tokenizer_path:
@@ -84,32 +109,37 @@ def build(
             f"data.tokenizer_path={tokenizer_path}: only data.build=meshtrain.data.chat:build "
             f"reads it"
         )
-    paths, weights = _parse_mixture(path, mixture)
+    entries = _entries(path, mixture, phases)
     if faults:
         raise ConfigError(*faults)
 
-    corpora = []
-    for path in paths:
-        corpus = load_corpus(
-            path,
-            dtype=dtype,
-            vocab_size=vocab_size,
-            pattern=pattern,
-            exclude=exclude,
+    is_heldout = split != "train"
+    if is_heldout and heldout_path:
+        entries = [Entry(1.0, ((heldout_path, 1.0),), is_path=True)]
+    elif is_heldout:
+        entries = entries[-1:]
+    paths, shares = _shares(entries)
+    splits = []
+    for one in paths:
+        splits.append(
+            _split_of(
+                one,
+                heldout,
+                heldout_path,
+                is_heldout=is_heldout,
+                dtype=dtype,
+                vocab_size=vocab_size,
+                pattern=pattern,
+                exclude=exclude,
+            )
         )
-        corpora.append(corpus)
+    corpora = [one.corpus for one in splits]
     check_tokenizers(corpora, vocab_size)
 
     sources = []
-    for number, corpus in enumerate(corpora):
-        num_train = corpus.num_tokens - math.floor(to_12_digits(corpus.num_tokens * heldout))
+    for number, one in enumerate(splits):
         source = split_source(
-            Split(
-                corpus,
-                first=0 if split == "train" else num_train,
-                last=num_train if split == "train" else corpus.num_tokens,
-                name=f"the {split} split of data.heldout={heldout}",
-            ),
+            one,
             packing,
             separator=separator,
             seq_len=seq_len,
@@ -118,30 +148,146 @@ def build(
             number=number,
         )
         sources.append(source)
-    if mixture:
-        # The last number is odd: those of the sources' own orders are even.
-        source = mix(sources, weights, lambda block: _shuffle_key(seed, block, 1))
-    else:
-        (source,) = sources
-    return dataclasses.replace(source, warnings=_warnings(corpora, dtype, separator))
+    if weights == "documents" and not all(entry.is_path for entry in entries):
+        shares = [np.multiply(row, [_document_tokens(one) for one in splits]) for row in shares]
+    for_filling = fim.load(
+        fim_rate,
+        fim_spm_rate,
+        fim_tokens,
+        corpora[0],
+        separator=separator,
+        vocab_size=vocab_size,
+    )
 
+    def complete(source: Source) -> Source:
+        read = source.read
+        if for_filling and not is_heldout:
+            read = fim.reader(read, for_filling, seed)
+        return dataclasses.replace(source, read=read, warnings=_warnings(corpora, dtype, separator))
 
-def _parse_mixture(path: str, mixture: tuple) -> tuple[list[str], list[float]]:
-    """Returns the paths and their weights; raises ConfigError if they are invalid."""
-    if not mixture:
-        return [path], [1.0]
-    if path:
-        raise ConfigError(
-            f"data.path={path} and data.mixture={mixture}: give one of them; "
-            f"a mixture needs data.path=''"
+    def mixed(first_samples: Sequence[int]) -> Source:
+        return mix(sources, paths, _phases_of(entries, shares, first_samples, seed))
+
+    if len(entries) == 1 and entries[0].is_path:
+        source = dataclasses.replace(
+            sources[0],
+            parts=lambda first, last: [Part(paths[0], last - first, sources[0].size)],
         )
-    for pair in mixture:
-        match pair:
-            case [str(), int() | float() as weight] if 0 < weight < float("inf"):
-                pass
-            case _:
-                raise ConfigError(f"data.mixture: {pair!r} is not a (path, weight above 0)")
-    return [path for path, _ in mixture], [weight for _, weight in mixture]
+    else:
+        source = mixed(range(len(entries)))
+
+    def in_run(run: Timeline) -> Source:
+        first = first_steps(entries, run.num_steps)
+        phases = _phases_of(entries, shares, first, seed)
+        digests = [digest(sources, phase) for phase in phases]
+        placed = place(first, digests, run)
+        ran = mixed([phase.sample for phase in placed]) if len(entries) > 1 else source
+        check_epochs(ran, run, max_epochs)
+        return complete(dataclasses.replace(ran, phases=placed))
+
+    return dataclasses.replace(complete(source), in_run=None if is_heldout else in_run)
+
+
+def _entries(path: str, mixture: tuple, phases: tuple) -> list[Entry]:
+    """Returns the mixtures of the run; raises ConfigError unless one of the three is given."""
+    given = {"data.path": path, "data.mixture": mixture, "data.phases": phases}
+    given = {key: value for key, value in given.items() if value}
+    if len(given) > 1:
+        raise ConfigError(
+            f"{' and '.join(f'{key}={value}' for key, value in given.items())}: give one of them; "
+            f"{[*given][-1]} needs {' and '.join(EMPTY[key] for key in [*given][:-1])}"
+        )
+    if phases:
+        return parse(phases)
+    if mixture:
+        return [Entry(1.0, tuple(parse_parts("data.mixture", mixture)))]
+    return [Entry(1.0, ((path, 1.0),), is_path=True)]
+
+
+def _shares(entries: list[Entry]) -> tuple[list[str], list[np.ndarray]]:
+    """Returns all paths, and for each entry the weight of each path."""
+    if len(entries) == 1:  # a path may be named twice
+        paths, weights = zip(*entries[0].parts, strict=True)
+        return list(paths), [np.array(weights, np.float64)]
+    # In the order of their first phases, so that phases ahead change no number of a path.
+    paths = list(dict.fromkeys(path for entry in entries for path, _ in entry.parts))
+    rows = [[dict(entry.parts).get(path, 0.0) for path in paths] for entry in entries]
+    return paths, [np.array(row, np.float64) for row in rows]
+
+
+def _phases_of(
+    entries: list[Entry], shares: list[np.ndarray], first_samples: Sequence[int], seed: int
+) -> list[Shares]:
+    phases = []
+    given = zip(entries, shares, first_samples, strict=True)
+    for number, (entry, weights, first) in enumerate(given):
+        # The last number is odd: those of the sources' own orders are even.
+        key = functools.partial(_block_key, seed, 2 * number + 1)
+        phases.append(Shares.of(weights, first, None if entry.is_path else key))
+    return phases
+
+
+def _block_key(seed: int, number: int, block: int) -> int:
+    return _shuffle_key(seed, block, number)
+
+
+def check_epochs(source: Source, run: Timeline, max_epochs: float) -> None:
+    """Raises ConfigError if the run would read a part of its data more often than `max_epochs`."""
+    if not max_epochs:
+        return
+    faults = []
+    for part in source.parts(0, last_sample(run)):
+        epochs = part.samples / part.size if part.size else 0.0
+        if epochs > max_epochs:
+            faults.append(
+                f"data.max_epochs={max_epochs:g}: the run would read {part.name} {epochs:.2f} "
+                f"times; lower its weight, or take fewer train.steps"
+            )
+    if faults:
+        raise ConfigError(*faults)
+
+
+def _split_of(
+    path: str,
+    heldout: float,
+    heldout_path: str,
+    *,
+    is_heldout: bool,
+    **corpus_settings: Any,
+) -> "Split":
+    """Returns the split of a path; `corpus_settings` are those of `load_corpus`."""
+    share, key = heldout, f"data.heldout={heldout}"
+    files = nanogpt_files(path)
+    if files:
+        path = files.heldout if is_heldout and files.heldout else files.train
+        corpus_settings["dtype"] = corpus_settings["dtype"] or "uint16"
+        if files.heldout:
+            share, key = float(is_heldout), files.heldout
+    if heldout_path:
+        share, key = float(is_heldout), f"data.heldout_path={heldout_path}"
+    corpus = load_corpus(path, **corpus_settings)
+    border = corpus.num_tokens - math.floor(to_12_digits(corpus.num_tokens * share))
+    first, last = (border, corpus.num_tokens) if is_heldout else (0, border)
+    name = "heldout" if is_heldout else "train"
+    return Split(corpus, first, last, f"the {name} split of {key}")
+
+
+class NanogptFiles(NamedTuple):
+    """The token files of a folder that nanoGPT's prepare.py wrote."""
+
+    train: str
+    heldout: str  # "": there is none
+
+
+def nanogpt_files(path: str) -> NanogptFiles | None:
+    """Returns train.bin and val.bin of a folder; None if it has none, or files of another kind."""
+    if object_store.is_url(path) or not os.path.isdir(path):
+        return None
+    train, heldout = (os.path.join(path, name) for name in ("train.bin", "val.bin"))
+    others = [os.path.join(path, name) for name in ("train.idx", prepared.MANIFEST)]
+    if not os.path.isfile(train) or any(map(os.path.exists, others)):
+        return None
+    return NanogptFiles(train, heldout if os.path.isfile(heldout) else "")
 
 
 def check_tokenizers(corpora: list[Corpus], vocab_size: int) -> None:
@@ -172,6 +318,7 @@ def _warnings(corpora: list[Corpus], dtype: str, separator: int) -> list[str]:
     """
     warnings = []
     for corpus in corpora:
+        warnings += corpus.warnings
         is_marked = corpus.document_starts is not None or separator >= 0
         holds_numbers = dtype or corpus.path.endswith(".npy")
         if holds_numbers and not is_marked:
@@ -192,6 +339,24 @@ class Split(NamedTuple):
     first: int
     last: int
     name: str  # for messages
+
+
+def _num_documents(split: Split) -> int:
+    """Returns the number of documents of a split of a corpus that marks them."""
+    ends = (split.first, split.last - 1)
+    # The numbers of the documents, from 1, that hold the first and the last token.
+    numbers = np.searchsorted(split.corpus.document_starts, ends, side="right")
+    return int(numbers[1] - numbers[0] + 1)
+
+
+def _document_tokens(split: Split) -> float:
+    """Returns the mean length of the documents; raises ConfigError if they are not marked."""
+    if split.corpus.document_starts is None:
+        raise ConfigError(
+            f"data.weights=documents: data.path={split.corpus.path} does not mark its documents; "
+            f"prepare the text with `meshtrain prepare`, or use data.weights=tokens"
+        )
+    return (split.last - split.first) / _num_documents(split)
 
 
 def split_source(
@@ -221,9 +386,7 @@ def split_source(
     corpus, first, last = split.corpus, split.first, split.last
     documents = "" if separator >= 0 else "no document boundaries, "
     if corpus.document_starts is not None:
-        # The numbers of the documents, from 1, that hold the first and the last token.
-        numbers = np.searchsorted(corpus.document_starts, (first, last - 1), side="right")
-        documents = f"{numbers[1] - numbers[0] + 1:,} documents, "
+        documents = f"{_num_documents(split):,} documents, "
     if separator >= 0:
         documents += f"token {separator} ends documents, "
     sample = token_range(corpus, first, min(last, first + ENTROPY_TOKENS))

@@ -13,7 +13,7 @@ import jax
 from meshtrain import state as states
 from meshtrain.config import schema
 from meshtrain.config.schema import AXES, Config
-from meshtrain.data.source import Source
+from meshtrain.data.source import Source, Timeline, last_sample
 from meshtrain.models.base import Model, trained_part
 from meshtrain.monitor.writer import Units
 from meshtrain.optim import muon
@@ -32,8 +32,13 @@ def start_lines(
     units: Units,
     data: Any,
     grad_sync: Sync | None = None,
+    step: int = 0,
+    position: int = 0,
 ) -> Iterator[str]:
-    """Yields the lines to log before compiling: mesh, parameters, memory, batch, schedule, data."""
+    """Yields the lines to log before compiling: mesh, parameters, memory, batch, schedule, data.
+
+    The run is at `step`, and has read `position` samples.
+    """
     attention = ""  # first, because an error must be the only line
     if units.name == "tokens" and model.attention:
         attention = model.attention(units.per_sample, cfg.train.dtype, units.packed)
@@ -69,6 +74,18 @@ def start_lines(
         yield f"FLOPs       {units.flops:,.0f} per token: {rule}"
     if isinstance(data, Source):
         yield f"data        {data.description}"
+        run = Timeline(cfg.train.steps, cfg.train.global_batch, step, position)
+        for line in _parts(data, run, units):
+            yield f"            {line}"
+
+
+def _parts(data: Source, run: Timeline, units: Units) -> Iterator[str]:
+    """Yields a line for each phase and each part of a mixture: what a run reads of it in all."""
+    for number, phase in enumerate(data.phases):
+        yield f"phase {number} from step {phase.step:,}, sample {phase.sample:,}"
+    for part in data.parts(0, last_sample(run)) if data.parts else ():
+        epochs = f", {part.samples / part.size:.2f} epochs" if part.size else ""
+        yield f"{part.samples * units.per_sample:,} {units.name}{epochs} of {part.name}"
 
 
 def _mesh(cfg: Config) -> str:

@@ -165,14 +165,15 @@ def test_block_counts_add_up_for_any_weights(weights):
 
 
 def test_a_mixture_reads_each_sample_from_its_source():
-    mixed = mixture.mix([numbered(0, 9), numbered(1, 9), numbered(2, 9)], [3, 1, 2], block_key)
+    shares = mixture.Shares.of([3, 1, 2], 0, block_key)
+    mixed = mixture.mix([numbered(one, 9) for one in range(3)], "abc", [shares])
     indices = np.random.default_rng(0).integers(0, 3 * mixture.BLOCK, 60)
     sources, numbers = mixture.assign(indices, mixture.block_counts([3, 1, 2]), block_key)
     batch = mixed.read(indices)
     assert batch.tokens.tolist() == np.stack([numbers, sources], axis=1).tolist()
     assert batch.segments.tolist() == [[0, 0]] * 60 and batch.positions.tolist() == [[0, 1]] * 60
     with pytest.raises(ConfigError, match="less than one sample in 65536"):
-        mixture.mix([numbered(0, 9), numbered(1, 9)], [1, 1e-6], block_key)
+        mixture.Shares.of([1, 1e-6], 0, block_key)
 
 
 def test_sources_of_a_mixture_have_independent_orders(tmp_path, monkeypatch):

@@ -120,8 +120,7 @@ def test_hidden_files_of_a_folder_are_no_data_for_any_reader(tmp_path):
     for name in (".hidden.jsonl", "shown.jsonl"):
         (root / name).write_text("{}\n")
     assert chat._find(str(root)) == [root / "shown.jsonl"]
-    with pytest.raises(ConfigError, match=r"most of its files are \*\.txt"):
-        build(root, pattern="*.md")
+    assert build(root, pattern="*.md").description == build(root, pattern="*.txt").description
 
 
 @pytest.mark.parametrize("pattern", ["/a/*.txt", "", "**.txt"])
@@ -307,10 +306,12 @@ def test_an_excluded_name_that_cannot_match_is_rejected(tmp_path, exclude):
     assert build(tmp_path, exclude=("test", "node_modules")).size == 2
 
 
-def test_a_pattern_that_matches_nothing_leads_to_one_that_does(folder):
-    with pytest.raises(ConfigError) as error:
-        build("texts", pattern="*.py")
-    assert str(error.value) == (
-        "data.path=texts: no files match data.pattern='*.py'; most of its files are *.txt: set "
-        "data.pattern='*.txt'"
-    )
+def test_where_a_pattern_matches_nothing_the_texts_are_read_with_a_warning(folder):
+    (folder / "texts" / "image.png").write_bytes(bytes(range(256)) * 8)
+    source, expected = build("texts", pattern="*.py"), build("texts", pattern="*.txt")
+    assert source.read(np.arange(2)).tokens.tolist() == expected.read(np.arange(2)).tokens.tolist()
+    assert source.warnings == [
+        "data.path=texts: no files match data.pattern=*.py; it has most of *.txt, which are read "
+        "instead"
+    ]
+    assert expected.warnings == []
