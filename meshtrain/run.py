@@ -114,11 +114,9 @@ def open_run(
         program = assemble(cfg, parts)
         check_parameter_names(cfg, program.abstract_state.params)
         capacity.check_fits(cfg, parts.model, program.abstract_state)
+        train_data = _in_run(parts.train_data, cfg)
     config_record = cfg.to_dict()  # as files and checkpoints have it
     distributed.check_same({**config_record, "workdir": str(workdir)})
-    train_data = parts.train_data
-    with distributed.raise_on_all_processes():
-        _in_run(train_data, cfg, None)  # its faults, before a workdir is made
     if eval_data is None:
         eval_data = parts.heldout_data
     eval_data = heldout.fixed_batches(eval_data, cfg, check=program.model.check_batch)
@@ -180,11 +178,11 @@ def open_run(
             step=first_step,
             position=position,
         )
+        with distributed.raise_on_all_processes():
+            train_data = _in_run(parts.train_data, cfg, saved)
         program = _with_schedule(program, cfg, parts, num_steps)
         config_record = cfg.to_dict()
         saver.resume_with(config_record, saved)
-    with distributed.raise_on_all_processes():
-        train_data = _in_run(train_data, cfg, saved)
     # Where the parameters of a new run come from is checked now, before anything is compiled.
     find_init_source = functools.partial(
         initial.find_source,
@@ -305,7 +303,7 @@ def _any_asked_to_stop(stop: threading.Event, clock: progress.Clock) -> bool:
     return distributed.any_asked_to_stop(stop.is_set() or clock.stop_requested)
 
 
-def _in_run(data: Any, cfg: Config, saved: Manifest | None) -> Any:
+def _in_run(data: Any, cfg: Config, saved: Manifest | None = None) -> Any:
     """Returns the data of the run, which may change at some of its steps.
 
     Raises ConfigError for data that the run may not read so, on from the checkpoint `saved`.

@@ -108,7 +108,7 @@ def mix(sources: Sequence[Source], names: Sequence[str], phases: Sequence[Shares
     known_tokenizers = [tokenizer for tokenizer in tokenizers if tokenizer]
     return Source(
         read,
-        description=_description(sources, names, phases),
+        description="; ".join(describe(phases[0], [source.description for source in sources])),
         token_bytes=sources[0].token_bytes,
         identity={
             # Of several phases each has a digest of its own.
@@ -128,19 +128,10 @@ def digest(sources: Sequence[Source], shares: Shares) -> str:
     return identity.of_parts([[digests[one] for one in used], shares.counts[used].tolist()])
 
 
-def _description(sources: Sequence[Source], names: Sequence[str], phases: Sequence[Shares]) -> str:
-    if len(phases) == 1:
-        shares = zip(phases[0].counts, sources, strict=True)
-        return "; ".join(f"{count / BLOCK:.2%} {source.description}" for count, source in shares)
-    lines = []
-    for phase in phases:
-        shares = [
-            f"{count / BLOCK:.2%} {name}"
-            for count, name in zip(phase.counts, names, strict=True)
-            if count
-        ]
-        lines.append(f"from sample {phase.first:,} {', '.join(shares)}")
-    return "; ".join(lines)
+def describe(shares: Shares, names: Sequence[str]) -> list[str]:
+    """Returns the shares of the sources that have one."""
+    counts = zip(shares.counts, names, strict=True)
+    return [f"{count / BLOCK:.2%} {name}" for count, name in counts if count]
 
 
 def _num_assigned(shares: Shares, num_samples: int) -> np.ndarray:

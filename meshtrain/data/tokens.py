@@ -22,7 +22,7 @@ from meshtrain.data.corpus import (
     read_windows,
     token_range,
 )
-from meshtrain.data.mixture import Shares, digest, mix, permute
+from meshtrain.data.mixture import Shares, describe, digest, mix, permute
 from meshtrain.data.packing import load_or_pack, read_rows
 from meshtrain.data.phases import Entry, first_steps, parse, parse_parts, place
 from meshtrain.data.source import (
@@ -181,9 +181,19 @@ def build(
         phases = _phases_of(entries, shares, first, seed)
         digests = [digest(sources, phase) for phase in phases]
         placed = place(first, digests, run)
-        ran = mixed([phase.sample for phase in placed]) if len(entries) > 1 else source
+        ran = dataclasses.replace(source, phases=placed)
+        if len(entries) > 1:
+            begin = zip(first, phases, strict=True)
+            texts = [
+                f"from step {step:,} {', '.join(describe(phase, paths))}" for step, phase in begin
+            ]
+            ran = dataclasses.replace(
+                mixed([phase.sample for phase in placed]),
+                description="; ".join(texts),
+                phases=placed,
+            )
         check_epochs(ran, run, max_epochs)
-        return complete(dataclasses.replace(ran, phases=placed))
+        return complete(ran)
 
     return dataclasses.replace(complete(source), in_run=None if is_heldout else in_run)
 

@@ -10,7 +10,9 @@ import jax
 
 from meshtrain import console
 from meshtrain.checkpoint import find, run_tokenizer
+from meshtrain.config.build import BUILDERS
 from meshtrain.config.schema import Config
+from meshtrain.data import hub, tokens
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, minimum_faults
@@ -49,8 +51,7 @@ def run(
     is_imported = run_tokenizer.imported_config(folders) is not None
     own_context = _own_context(cfg, is_imported=is_imported)
     context = _check_lengths(cfg, length, own_context if context is None else context)
-    model_vocab_size = cfg.model.options.get("vocab_size", 0)
-    tokenizer = _load_tokenizer(tokenizer_path, folders, workdir, model_vocab_size)
+    tokenizer = _load_tokenizer(tokenizer_path, folders, workdir, cfg)
     end_tokens = {tokenizer.eos, *_listed_end_tokens(folders, tokenizer)}
     if chat:
         if bos is not None:
@@ -226,20 +227,30 @@ def _without_stages(cfg: Config) -> Config:
 # ---- text to tokens ----
 
 
+# Of GPT-2, with the rows that fill its embedding up to a multiple of 64.
+GPT2_SIZES = range(50257, 50305)
+
+
 def _load_tokenizer(
-    path: str | None, folders: Sequence[Path], workdir: Path, model_vocab_size: int
+    path: str | None, folders: Sequence[Path], workdir: Path, cfg: Config
 ) -> Tokenizer:
     """Returns the tokenizer in `path`, or in the first folder that has one, or bytes.
 
-    `model_vocab_size` is 0 if the model has no such key.
+    Raises ConfigError if the run was trained on tokens of which nothing says how they were made.
     """
+    model_vocab_size = cfg.model.options.get("vocab_size", 0)  # 0: the model has no such key
     if not path:
         path = next((str(folder) for folder in folders if tokenizers.has_tokenizer(folder)), None)
-    if not path and model_vocab_size > 256:
+    reason = f"model.vocab_size={model_vocab_size} is more than the 256 bytes"
+    if raw := _raw_tokens(cfg):
+        reason = f"it was trained on the token ids in {raw}, of which no file says how to read them"
+    if not path and (raw or model_vocab_size > 256):
+        likely = ""
+        if model_vocab_size in GPT2_SIZES:
+            likely = f"; GPT-2's comes with: {hub.command('openai-community/gpt2', hub.TOKENIZER)}"
         raise ConfigError(
-            f"--workdir={workdir}: model.vocab_size={model_vocab_size} is more than the 256 bytes, "
-            f"and the run has no tokenizer; use --tokenizer=PATH of a tokenizer.json or a "
-            f"SentencePiece model"
+            f"--workdir={workdir}: {reason}, and the run has no tokenizer; use --tokenizer=PATH of "
+            f"a tokenizer.json or a SentencePiece model{likely}"
         )
     tokenizer = tokenizers.load(path or "bytes")
     if path and tokenizer.vocab_size > model_vocab_size > 0:
@@ -248,6 +259,16 @@ def _load_tokenizer(
             f"model.vocab_size={model_vocab_size}; use the model's tokenizer"
         )
     return tokenizer
+
+
+def _raw_tokens(cfg: Config) -> str:
+    """Returns the path of the raw token ids that a run was trained on; empty for other data."""
+    data = cfg.data.options
+    path = data.get("path", "")
+    if cfg.data.build != BUILDERS["data"][0] or not isinstance(path, str) or not path:
+        return ""
+    is_raw = path.endswith(".npy") or data.get("dtype") not in ("", "uint8", None)
+    return path if is_raw or tokens.nanogpt_files(path) else ""
 
 
 def _listed_end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> list[int]:

@@ -80,9 +80,7 @@ def start_lines(
 
 
 def _parts(data: Source, run: Timeline, units: Units) -> Iterator[str]:
-    """Yields a line for each phase and each part of a mixture: what a run reads of it in all."""
-    for number, phase in enumerate(data.phases):
-        yield f"phase {number} from step {phase.step:,}, sample {phase.sample:,}"
+    """Yields a line for each part of a mixture: what a run reads of it in all."""
     for part in data.parts(0, last_sample(run)) if data.parts else ():
         epochs = f", {part.samples / part.size:.2f} epochs" if part.size else ""
         yield f"{part.samples * units.per_sample:,} {units.name}{epochs} of {part.name}"
