@@ -43,11 +43,12 @@ ENTRIES = ((0.5, {"a": 3, "b": 1}), (10, {"b": 1}), (0.1, {"c": 1, "a": 1}))
 
 def test_a_phase_has_its_parts_alone_and_each_part_continues_its_epochs(parts, monkeypatch):
     monkeypatch.setattr(mixture, "BLOCK", 8)
-    run = phased(parts, *ENTRIES).in_run(Timeline(num_steps=40, global_batch=6))
+    entries = (*ENTRIES[:2], (0.1, {"c": 1, "a": 1, "b": 2}))
+    run = phased(parts, *entries).in_run(Timeline(num_steps=40, global_batch=6))
     assert [(phase.step, phase.sample) for phase in run.phases] == [(0, 0), (20, 120), (30, 180)]
     part, window = rows(run, 0, 240)
     counts = [np.bincount(one, minlength=3).tolist() for one in np.split(part, [120, 180])]
-    assert counts[1:] == [[0, 60, 0], [30, 0, 30]] and counts[0] == [90, 30, 0]
+    assert counts == [[90, 30, 0], [0, 60, 0], [15, 30, 15]]
     # Phases end within a block; up to the end of one, each epoch has each window once.
     part, window = rows(run, 0, 180 + 64)
     for number, size in enumerate(WINDOWS.values()):
