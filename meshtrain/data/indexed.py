@@ -248,10 +248,8 @@ def load_index(name: str, bin_name: str, bin_size: int) -> tuple[np.dtype, Shard
             raise ConfigError(
                 f"{bin_name} has {bin_size} bytes, but its .idx lists {expected}; create both again"
             )
-    num_tokens = expected // layout.dtype.itemsize
-    starts = ShardStarts(name, layout, np.zeros(0, np.int64), num_tokens)
-    sparse = starts.at(np.arange(0, len(starts) - 1, SPARSE))
-    return layout.dtype, ShardStarts(name, layout, sparse, num_tokens)
+        sparse = _sparse_starts(file, layout, expected)
+    return layout.dtype, ShardStarts(name, layout, sparse, expected // layout.dtype.itemsize)
 
 
 def _check_sequences(file: BinaryIO, name: str, layout: _Layout) -> int:
@@ -294,6 +292,22 @@ def _check_documents(file: BinaryIO, name: str, layout: _Layout) -> None:
         previous = documents[-1]
     if previous != num_sequences:
         raise _corrupt(name, offset + 8 * layout.num_documents, fault)
+
+
+def _sparse_starts(file: BinaryIO, layout: _Layout, end: int) -> np.ndarray:
+    """Returns every SPARSE-th start; `end` (bytes) is where empty documents at the end begin."""
+    parts = []
+    for first, documents in layout.chunks(file, "documents"):
+        parts.append(documents[-first % SPARSE :: SPARSE].copy())
+    sequences = np.concatenate(parts)
+    if layout.num_documents % SPARSE == 1:
+        sequences = sequences[:-1]  # the number of sequences, which is no document
+    starts = np.full(len(sequences), end, np.int64)
+    for first, pointers in layout.chunks(file, "pointers"):
+        # `sequences` do not decrease.
+        low, high = np.searchsorted(sequences, (first, first + len(pointers)))
+        starts[low:high] = pointers[sequences[low:high] - first]
+    return starts // layout.dtype.itemsize
 
 
 def _read_layout(file: BinaryIO, name: str) -> _Layout:
