@@ -29,7 +29,7 @@ class Corpus(NamedTuple):
     # (files + 1,) int64: start of each file in the stream, then the length of the stream
     file_offsets: np.ndarray
     # (documents + 1,) int64: start of each document, then the length of the stream; None: unknown
-    document_starts: np.ndarray | None = None
+    document_starts: np.ndarray | indexed.DocumentStarts | None = None
     document_files: Sequence[str] = ()  # of a folder of text: the file of each document
     digest: str = ""  # of the tokens; see identity.py
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
@@ -99,16 +99,12 @@ def _load_prepared(path: str) -> Corpus:
 def _join_shards(path: str, shards: list[indexed.Shard]) -> Corpus:
     file_tokens = [shard.tokens for shard in shards]
     offsets = _file_offsets(file_tokens)
-    document_starts = []
-    for shard, offset in zip(shards, offsets[:-1], strict=True):
-        document_starts.append(shard.starts[:-1] + offset)
-    document_starts.append(offsets[-1:])
     return Corpus(
         path,
         files=[shard.path for shard in shards],
         file_tokens=file_tokens,
         file_offsets=offsets,
-        document_starts=np.concatenate(document_starts),
+        document_starts=indexed.DocumentStarts([shard.index for shard in shards]),
     )
 
 
@@ -397,6 +393,11 @@ def concatenate_ranges(first: np.ndarray, count: np.ndarray) -> np.ndarray:
     total = ends[-1] if ends.size else 0
     # Within range i, the position in the result minus the start of the range counts from 0.
     return np.repeat(first - (ends - count), count) + np.arange(total)
+
+
+def gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the tokens of ranges of a file, one range after the other."""
+    return tokens[concatenate_ranges(starts, lengths)]
 
 
 def token_range(corpus: Corpus, first: int, last: int) -> np.ndarray:

@@ -7,13 +7,20 @@ from typing import Any
 
 import numpy as np
 
+from meshtrain.data.indexed import DocumentStarts
+
 # T tokens of a file, D documents
 
 NUM_BLOCKS = 64  # blocks of a large file that are hashed
 BLOCK = 1 << 18  # bytes of a block
 
 
-def of_tokens(tokens_T: np.ndarray, starts: np.ndarray | None = None, *, full: bool = False) -> str:
+def of_tokens(
+    tokens_T: np.ndarray,
+    starts: np.ndarray | DocumentStarts | None = None,
+    *,
+    full: bool = False,
+) -> str:
     """Returns a digest of tokens, their dtype, and the starts of the documents (D + 1,) if known.
 
     Unless `full`, only NUM_BLOCKS blocks of an array above NUM_BLOCKS * BLOCK bytes (16 MiB) are
@@ -24,14 +31,22 @@ def of_tokens(tokens_T: np.ndarray, starts: np.ndarray | None = None, *, full: b
     for array in (tokens_T, starts):
         if array is None:
             continue
-        data = np.ascontiguousarray(array).view(np.uint8)
+        size = array.size * array.dtype.itemsize
         digest.update(f"{array.dtype.str} {array.size};".encode())
-        if full or data.size <= NUM_BLOCKS * BLOCK:
-            digest.update(data)
+        if full or size <= NUM_BLOCKS * BLOCK:
+            digest.update(np.ascontiguousarray(array))
             continue
-        for first in np.linspace(0, data.size - BLOCK, NUM_BLOCKS, dtype=np.int64):
-            digest.update(data[first : first + BLOCK])
+        for first in np.linspace(0, size - BLOCK, NUM_BLOCKS, dtype=np.int64):
+            digest.update(_bytes(array, int(first), int(first) + BLOCK))
     return digest.hexdigest()
+
+
+def _bytes(array: np.ndarray | DocumentStarts, first: int, last: int) -> np.ndarray:
+    """Returns bytes `first` ... `last` - 1 of an array, which may be a file that is not read."""
+    itemsize = array.dtype.itemsize
+    start = first // itemsize
+    entries = np.ascontiguousarray(array[start : -(-last // itemsize)])
+    return entries.view(np.uint8)[first - start * itemsize : last - start * itemsize]
 
 
 def of_manifest(manifest: dict[str, Any]) -> str:

@@ -2,23 +2,32 @@
 
 The packing is computed once, from the document lengths, and cached in a file next to the data.
 All documents of a row lie in the same file, so that reading a row reads one file.
+
+There may be 10^8 documents, so neither they nor the packing are in memory: documents are read CHUNK
+at a time, the packing is written to its file in place, and mapped when it is complete. What is in
+memory are the runs (`Run`): pieces of equal length that fill consecutive rows.
 """
 
 import contextlib
+import functools
 import hashlib
+import io
 import os
 import tempfile
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
 
 from meshtrain import foreign
-from meshtrain.data.corpus import Corpus, check_ids, concatenate_ranges
+from meshtrain.data.corpus import Corpus, check_ids, concatenate_ranges, gather
 from meshtrain.data.source import Batch, concatenate
 
 # B rows of a batch, S tokens of a row, R rows in total
 # N pieces: documents, or parts of the documents longer than S
+
+CHUNK = 1 << 18  # documents, pieces or numbers that are in memory at a time
 
 
 class Packing(NamedTuple):
@@ -32,31 +41,42 @@ class Packing(NamedTuple):
 def load_or_pack(corpus: Corpus, first: int, last: int, seq_len: int) -> Packing:
     """Returns the packing of a split from its cache file; writes a missing or corrupt file.
 
-    Several processes may call this at the same time. Without a writable folder, or for text that is
-    in memory itself, the packing stays in memory.
+    Several processes may call this at the same time. Without a writable folder the file is a
+    temporary one; for text that is in memory itself, the packing is too.
     """
     if not corpus.cache_prefix:
         return pack(corpus, first, last, seq_len)
-    digest = hashlib.blake2b(corpus.document_starts, digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(corpus.document_starts), CHUNK):
+        digest.update(np.ascontiguousarray(corpus.document_starts[start : start + CHUNK]))
     digest.update(corpus.file_offsets)
     name = f"{corpus.cache_prefix}.best_fit-{seq_len}-{first}-{last}-{digest.hexdigest()}.npy"
     cached = _read_cache(name)
     if cached is not None:
         return cached
-    packing = pack(corpus, first, last, seq_len)
-    body = np.concatenate(packing)
-    header = [isal_zlib.crc32(body), len(packing.rows), len(packing.starts)]
+    plan = plan_packing(corpus, first, last, seq_len)
     with contextlib.suppress(OSError):
-        _write_cache(name, np.concatenate([header, body]))
-    # Read it back: all processes of a machine then share the mapped pages.
-    return _read_cache(name) or packing
+        _write_cache(name, functools.partial(_write, plan))
+        # Read it back: all processes of a machine then share the mapped pages.
+        cached = _read_cache(name)
+        if cached is not None:
+            return cached
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(suffix=".npy") as file:
+        _write(plan, file)
+        cached = _read_cache(file.name)
+        if cached is not None:
+            return cached  # it stays mapped after the file has no name
+    return pack(corpus, first, last, seq_len)
 
 
-def _write_cache(name: str, array: np.ndarray) -> None:
+# ---- the file: CRC-32 of the rest, R + 1 and N; then rows, starts and sizes, all int64 ----
+
+
+def _write_cache(name: str, write: Callable[[BinaryIO], None]) -> None:
     handle, new = tempfile.mkstemp(dir=os.path.dirname(name) or ".", suffix=".new")
     try:
-        with open(handle, "wb") as file:
-            np.save(file, array)
+        with open(handle, "w+b") as file:
+            write(file)
         os.chmod(new, 0o644)
         os.replace(new, name)
     except BaseException:
@@ -64,19 +84,66 @@ def _write_cache(name: str, array: np.ndarray) -> None:
         raise
 
 
+def _write(plan: "Plan", file: BinaryIO) -> None:
+    """Writes the packing to a file, as `np.save` writes an array."""
+    num_rows = plan.num_rows + 1
+    num_numbers = 3 + num_rows + 2 * plan.num_pieces
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "<i8", "fortran_order": False, "shape": (num_numbers,)}
+    )
+    body = len(header.getvalue())
+    file.write(header.getvalue())
+    file.truncate(body + 8 * num_numbers)
+    file.flush()
+
+    def part(offset: int, count: int) -> np.ndarray:
+        """Returns `count` int64 of the file, from number `offset` on, mapped."""
+        place = body + 8 * offset
+        return np.memmap(file, np.int64, mode="r+", offset=place, shape=(count,))
+
+    def parts() -> Packing:
+        return Packing(
+            rows=part(3, num_rows),
+            starts=part(3 + num_rows, plan.num_pieces),
+            sizes=part(3 + num_rows + plan.num_pieces, plan.num_pieces),
+        )
+
+    # Mapped anew for each chunk: pages that stay mapped count as memory of the process.
+    for chunk in plan.chunks():
+        chunk.put(parts())
+    crc = 0
+    for numbers in _numbers(file, body + 24):
+        crc = isal_zlib.crc32(numbers, crc)
+    part(0, 3)[:] = crc, num_rows, plan.num_pieces
+
+
+def _numbers(file: BinaryIO, offset: int) -> Iterator[bytes]:
+    """Yields the content of a file from an offset on, read and not mapped."""
+    file.seek(offset)
+    while data := file.read(8 * CHUNK):
+        yield data
+
+
 def _read_cache(name: str) -> Packing | None:
     """Returns the packing in a cache file; None if the file is missing or corrupt."""
     try:
-        numbers = np.asarray(foreign.map_npy(name))
-        if numbers.ndim != 1 or numbers.dtype != np.int64:
+        mapped = foreign.map_npy(name)
+        if mapped.ndim != 1 or mapped.dtype != np.int64:
             return None
-        crc, num_rows, num_pieces = numbers[:3]
+        numbers = np.asarray(mapped)
+        expected, num_rows, num_pieces = numbers[:3].tolist()
+        if len(numbers) != 3 + num_rows + 2 * num_pieces:
+            return None
+        crc = 0
+        with open(name, "rb") as file:
+            for data in _numbers(file, os.path.getsize(name) - 8 * (len(numbers) - 3)):
+                crc = isal_zlib.crc32(data, crc)
     except (OSError, ValueError):
         return None
-    body = numbers[3:]
-    if len(body) != num_rows + 2 * num_pieces or isal_zlib.crc32(body) != crc:
+    if crc != expected:
         return None
-    rows, starts, sizes = np.split(body, [num_rows, num_rows + num_pieces])
+    rows, starts, sizes = np.split(numbers[3:], [num_rows, num_rows + num_pieces])
     return Packing(rows, starts, sizes)
 
 
@@ -84,101 +151,266 @@ def _read_cache(name: str) -> Packing | None:
 
 
 def pack(corpus: Corpus, first: int, last: int, seq_len: int) -> Packing:
-    """Returns the packing of tokens first ... last - 1 of the stream."""
-    rows = [np.zeros(1, np.int64)]
-    starts = []
-    sizes = []
-    num_pieces = 0
+    """Returns the packing of tokens first ... last - 1 of the stream, in memory."""
+    plan = plan_packing(corpus, first, last, seq_len)
+    packing = Packing(
+        rows=np.empty(plan.num_rows + 1, np.int64),
+        starts=np.empty(plan.num_pieces, np.int64),
+        sizes=np.empty(plan.num_pieces, np.int64),
+    )
+    for chunk in plan.chunks():
+        chunk.put(packing)
+    return packing
+
+
+class Run(NamedTuple):
+    """Pieces of equal length that fill consecutive rows, or the columns of all runs, (runs,)."""
+
+    first_piece: np.ndarray  # the number of its first piece, longest first
+    first_row: np.ndarray
+    num_rows: np.ndarray
+    per_row: np.ndarray  # pieces in each row
+    slot: np.ndarray  # of the first of them in its row
+
+
+class _FilePlan(NamedTuple):
+    """The rows of the pieces of one file."""
+
+    first: int  # the tokens of the split in this file
+    last: int
+    counts: np.ndarray  # (S + 1,) number of pieces of each length
+    runs: Run
+    # The rows from `borders[i]` to the next border have `row_counts[i]` pieces each, the first of
+    # which is `row_starts[i]`.
+    borders: np.ndarray
+    row_counts: np.ndarray
+    row_starts: np.ndarray
+    num_rows: int
+    num_pieces: int
+
+
+class _Chunk(NamedTuple):
+    """Numbers of a packing, of any of its three arrays."""
+
+    name: str  # of the array
+    where: np.ndarray | slice
+    values: np.ndarray
+
+    def put(self, packing: Packing) -> None:
+        getattr(packing, self.name)[self.where] = self.values
+
+
+class Plan(NamedTuple):
+    """A packing that is not computed yet but for its sizes."""
+
+    corpus: Corpus
+    seq_len: int
+    files: list[_FilePlan]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(file.num_rows for file in self.files)
+
+    @property
+    def num_pieces(self) -> int:
+        return sum(file.num_pieces for file in self.files)
+
+    def chunks(self) -> Iterator[_Chunk]:
+        """Yields the packing in any order."""
+        yield _Chunk("rows", slice(0, 1), np.zeros(1, np.int64))
+        first_row = 1
+        first_piece = 0
+        for file in self.files:
+            for start in range(0, file.num_rows, CHUNK):
+                rows = np.arange(start, min(start + CHUNK, file.num_rows))
+                where = slice(first_row + start, first_row + start + len(rows))
+                yield _Chunk("rows", where, first_piece + _first_piece(file, rows + 1))
+            for numbers, starts, sizes in _sorted_pieces(self.corpus, file, self.seq_len):
+                for start in range(0, len(numbers), CHUNK):
+                    part = slice(start, start + CHUNK)
+                    where = first_piece + _place(file, numbers[part])
+                    yield _Chunk("starts", where, starts[part])
+                    yield _Chunk("sizes", where, sizes[part])
+            first_row += file.num_rows
+            first_piece += file.num_pieces
+
+
+def plan_packing(corpus: Corpus, first: int, last: int, seq_len: int) -> Plan:
+    """Returns the plan of the packing of tokens first ... last - 1 of the stream."""
+    files = []
     for file_start, file_end in zip(corpus.file_offsets[:-1], corpus.file_offsets[1:], strict=True):
-        piece_starts, piece_sizes = _pieces(
-            corpus, max(first, file_start), min(last, file_end), seq_len
-        )
-        row, slot = best_fit(piece_sizes >> 1, seq_len)
-        # Number the pieces row by row, and within a row by their slot.
-        counts = np.bincount(row)
-        row_starts = np.cumsum(counts) - counts
-        number = row_starts[row] + slot
-        order = np.empty_like(number)
-        order[number] = np.arange(len(number))
-        rows.append(num_pieces + np.cumsum(counts))
-        starts.append(piece_starts[order])
-        sizes.append(piece_sizes[order])
-        num_pieces += len(number)
-    return Packing(np.concatenate(rows), np.concatenate(starts), np.concatenate(sizes))
+        start = max(first, int(file_start))
+        end = min(last, int(file_end))
+        counts = np.zeros(seq_len + 1, np.int64)
+        for _, sizes in _pieces(corpus, start, end, seq_len):
+            counts += np.bincount(sizes >> 1, minlength=seq_len + 1)
+        files.append(_plan_file(start, end, counts))
+    return Plan(corpus, seq_len, files)
 
 
-def _pieces(corpus: Corpus, first: int, last: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `starts` and `sizes` of a Packing for tokens first ... last - 1, in stream order."""
+def _plan_file(first: int, last: int, counts: np.ndarray) -> _FilePlan:
+    runs, num_rows = best_fit(counts)
+    # How many pieces a row has changes only where a run begins or ends.
+    changes = np.zeros(0, np.int64)
+    borders = np.zeros(0, np.int64)
+    if num_rows:
+        begins, ends = runs.first_row, runs.first_row + runs.num_rows
+        borders, border_of = np.unique(np.concatenate([begins, ends]), return_inverse=True)
+        changes = np.zeros(len(borders), np.int64)
+        np.add.at(changes, border_of, np.concatenate([runs.per_row, -runs.per_row]))
+    row_counts = np.cumsum(changes)
+    pieces = row_counts * np.diff(borders, append=num_rows)
+    return _FilePlan(
+        first=first,
+        last=last,
+        counts=counts,
+        runs=runs,
+        borders=borders,
+        row_counts=row_counts,
+        row_starts=np.cumsum(pieces) - pieces,
+        num_rows=num_rows,
+        num_pieces=int(counts.sum()),
+    )
+
+
+def _first_piece(file: _FilePlan, rows: np.ndarray) -> np.ndarray:
+    """Returns the number of the first piece of each row; pieces are numbered row by row."""
+    at = np.searchsorted(file.borders, rows, side="right") - 1
+    return file.row_starts[at] + (rows - file.borders[at]) * file.row_counts[at]
+
+
+def _place(file: _FilePlan, numbers: np.ndarray) -> np.ndarray:
+    """Returns where in the packing the pieces with these numbers, longest first, are."""
+    runs = file.runs
+    at = np.searchsorted(runs.first_piece, numbers, side="right") - 1
+    row, index = np.divmod(numbers - runs.first_piece[at], runs.per_row[at])
+    return _first_piece(file, runs.first_row[at] + row) + runs.slot[at] + index
+
+
+def _pieces(
+    corpus: Corpus, first: int, last: int, seq_len: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields `starts` and `sizes` of a Packing for tokens first ... last - 1, in stream order."""
     if first >= last:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    after_first = np.searchsorted(corpus.document_starts, first, side="right")
-    inner = corpus.document_starts[after_first:]
-    inner = inner[: np.searchsorted(inner, last)]
-    borders = np.concatenate([[first], inner, [last]])
-    # Split each document into parts of seq_len; the last part may be shorter.
-    num_parts = -(-np.diff(borders) // seq_len)
-    part_index = concatenate_ranges(np.zeros_like(num_parts), num_parts)
-    starts = np.repeat(borders[:-1], num_parts) + seq_len * part_index
-    document_ends = np.repeat(borders[1:], num_parts)
-    lengths = np.minimum(seq_len, document_ends - starts)
-    continues = starts + lengths < document_ends
-    return starts, 2 * lengths + continues
+        return
+    after_first = int(np.searchsorted(corpus.document_starts, first, side="right"))
+    before_last = int(np.searchsorted(corpus.document_starts, last))
+    start = first
+    for at in range(after_first, max(before_last, after_first + 1), CHUNK):
+        inner = corpus.document_starts[at : min(at + CHUNK, before_last)]
+        is_last = at + CHUNK >= before_last
+        borders = np.concatenate([[start], inner, np.full(int(is_last), last)])
+        start = borders[-1]
+        # Split each document into parts of seq_len; the last part may be shorter.
+        num_parts = -(-np.diff(borders) // seq_len)
+        part_index = concatenate_ranges(np.zeros_like(num_parts), num_parts)
+        starts = np.repeat(borders[:-1], num_parts) + seq_len * part_index
+        document_ends = np.repeat(borders[1:], num_parts)
+        lengths = np.minimum(seq_len, document_ends - starts)
+        continues = starts + lengths < document_ends
+        yield starts, 2 * lengths + continues
 
 
-def best_fit(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row of each piece and its slot there, (N,) int64; a piece has 1 ... S tokens.
+def _sorted_pieces(
+    corpus: Corpus, file: _FilePlan, seq_len: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yields the numbers, longest first, the starts and the sizes of all pieces of a file.
+
+    Pieces of equal length are numbered in stream order.
+    """
+    counts = file.counts
+    next_number = np.cumsum(counts[::-1])[::-1] - counts  # of each length
+    if file.num_pieces <= CHUNK:
+        spill = contextlib.nullcontext(None)
+    else:
+        spill = tempfile.TemporaryFile(dir=_spill_folder(corpus))
+    with spill as spilled:
+        for starts, sizes in _pieces(corpus, file.first, file.last, seq_len):
+            lengths = sizes >> 1
+            order = np.argsort(-lengths, kind="stable")
+            found = np.bincount(lengths, minlength=seq_len + 1)
+            present = np.flatnonzero(found)[::-1]
+            numbers = concatenate_ranges(next_number[present], found[present])
+            next_number += found
+            if spilled is None:
+                yield numbers, starts[order], sizes[order]
+                continue
+            # The low bit is that of `sizes`.
+            values = 2 * starts[order] + (sizes[order] & 1)
+            ends = np.cumsum(found[present])
+            for start, end in zip(ends - found[present], ends, strict=True):
+                os.pwrite(spilled.fileno(), values[start:end].tobytes(), 8 * int(numbers[start]))
+        if spilled is None:
+            return
+        # In this order, neighbours go to neighbouring rows, so that few pages are written.
+        ends = np.cumsum(counts[::-1])
+        for start in range(0, file.num_pieces, CHUNK):
+            spilled.seek(8 * start)
+            values = np.fromfile(spilled, np.int64, min(CHUNK, file.num_pieces - start))
+            numbers = np.arange(start, start + len(values))
+            lengths = seq_len - np.searchsorted(ends, numbers, side="right")
+            yield numbers, values >> 1, 2 * lengths + (values & 1)
+
+
+def _spill_folder(corpus: Corpus) -> str | None:
+    """Returns a folder for a temporary file: that of the data; None: the system's."""
+    folder = os.path.dirname(corpus.cache_prefix) or "."
+    return folder if corpus.cache_prefix and os.access(folder, os.W_OK) else None
+
+
+def best_fit(counts: np.ndarray) -> tuple[Run, int]:
+    """Returns the runs of all pieces and the number of rows; `counts` (S + 1,) by their length.
 
     Each piece, longest first, goes to the row with the least room that fits it, else to a new row.
-    Rows with equal room are interchangeable, so they are handled as groups.
+    Rows with equal room are interchangeable, so they are handled as groups, and rows of a group
+    that were filled together are consecutive.
     """
-    small = np.uint16 if seq_len < 1 << 16 else np.int64  # numpy has a radix sort for 16 bits
-    order = np.argsort(lengths.astype(small), kind="stable")
-    ends = np.cumsum(np.bincount(lengths, minlength=seq_len + 1))
-    row = np.empty(len(lengths), np.int64)
-    slot = np.empty(len(lengths), np.int64)
-    used = np.zeros(len(lengths), np.int64)  # pieces in each row
+    seq_len = len(counts) - 1
+    runs: list[tuple[int, int, int, int, int]] = []
     num_rows = 0
-    groups: list[list[np.ndarray]] = [[] for _ in range(seq_len + 1)]  # rows, by their room
+    # Consecutive rows with equal room, as (first, last + 1, pieces in each), by their room.
+    groups: list[list[tuple[int, int, int]]] = [[] for _ in range(seq_len + 1)]
     rooms = 0  # bit r: groups[r] is not empty
 
-    def add_rows(room: int, rows: np.ndarray) -> None:
+    def add_rows(room: int, first: int, end: int, used: int) -> None:
         nonlocal rooms
-        if rows.size and room:
-            groups[room].append(rows)
+        if first < end and room:
+            groups[room].append((first, end, used))
             rooms |= 1 << room
 
-    for length in np.flatnonzero(np.bincount(lengths, minlength=1))[::-1].tolist():
-        remaining = order[ends[length - 1] : ends[length]]
-        while remaining.size:
+    piece = 0
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        remaining = int(counts[length])
+        while remaining:
             fitting = rooms >> length
             if not fitting:
-                num_new = -(-len(remaining) // (seq_len // length))
-                add_rows(seq_len, np.arange(num_rows, num_rows + num_new))
+                num_new = -(-remaining // (seq_len // length))
+                add_rows(seq_len, num_rows, num_rows + num_new, 0)
                 num_rows += num_new
                 continue
             # The lowest bit set in `fitting` is the least room that fits.
             room = length + (fitting & -fitting).bit_length() - 1
-            rows = groups[room].pop()
+            first, end, used = groups[room].pop()
             if not groups[room]:
                 rooms &= ~(1 << room)
             # Fill as many of these rows as the pieces of this length need, each with `per_row`.
             per_row = room // length
-            num_taken = -(-len(remaining) // per_row)
-            taken, rest = rows[:num_taken], rows[num_taken:]
-            add_rows(room, rest)
-            pieces, remaining = np.split(remaining, [len(taken) * per_row])
-            number, index = np.divmod(np.arange(len(pieces)), per_row)
-            row[pieces] = taken[number]
-            slot[pieces] = used[taken[number]] + index
-            num_full = len(pieces) // per_row
-            used[taken[:num_full]] += per_row
-            add_rows(room - per_row * length, taken[:num_full])
+            num_taken = min(end - first, -(-remaining // per_row))
+            add_rows(room, first + num_taken, end, used)
+            num_pieces = min(remaining, num_taken * per_row)
+            num_full, num_left = divmod(num_pieces, per_row)
+            if num_full:
+                runs.append((piece, first, num_full, per_row, used))
+            add_rows(room - per_row * length, first, first + num_full, used + per_row)
             # The last row taken may get fewer pieces than it has room for.
-            if num_full < len(taken):
-                num_left = len(pieces) - num_full * per_row
-                used[taken[num_full]] += num_left
-                add_rows(room - num_left * length, taken[num_full:])
-    return row, slot
+            if num_left:
+                last = first + num_full
+                runs.append((piece + num_full * per_row, last, 1, num_left, used))
+                add_rows(room - num_left * length, last, last + 1, used + num_left)
+            piece += num_pieces
+            remaining -= num_pieces
+    columns = np.array(runs, np.int64).reshape(-1, len(Run._fields))
+    return Run(*columns.T), num_rows
 
 
 # ---- read ----
@@ -233,12 +465,12 @@ def _read_from_file(
     ends = np.cumsum(lengths) - 1  # last token of each piece
     positions = concatenate_ranges(np.zeros_like(lengths), lengths)
     padded = np.repeat(is_padding, lengths)
-    where = np.where(padded, 0, np.repeat(starts, lengths) + positions)
-    ids = file_tokens[where]
-    next_ids = file_tokens[(starts + lengths)[continues]]
+    ids = gather(file_tokens, starts[~is_padding], lengths[~is_padding])
+    next_ids = gather(file_tokens, (starts + lengths)[continues], np.ones(continues.sum(), int))
     check_ids(corpus, ids, vocab_size)
     check_ids(corpus, next_ids, vocab_size)
-    tokens = np.where(padded, 0, ids).astype(np.int32)
+    tokens = np.zeros(len(padded), np.int32)
+    tokens[~padded] = ids
 
     # A target is the next token in the row, except at the end of a piece.
     targets = np.append(tokens[1:], np.int32(0))

@@ -1,5 +1,6 @@
 """Packed documents: each token once, no attention across them, the gradients of one per row."""
 
+import hashlib
 import itertools
 import os
 import tempfile
@@ -114,6 +115,16 @@ def naive_best_fit(lengths, seq_len):
     return sorted(rooms)
 
 
+def rows_of(lengths, seq_len):
+    """Returns row and slot of each piece, longest first, from the runs of `best_fit`."""
+    runs, _ = packing.best_fit(np.bincount(lengths, minlength=seq_len + 1))
+    places = []
+    for _, first_row, num_rows, per_row, slot in zip(*runs, strict=True):
+        for row in range(first_row, first_row + num_rows):
+            places += [(row, slot + index) for index in range(per_row)]
+    return np.array(places).T
+
+
 @pytest.mark.parametrize("seq_len", [1, 7, 64, 1000])
 @pytest.mark.parametrize("kind", ["uniform", "short", "few", "same", "long"])
 def test_best_fit_equals_the_textbook_algorithm(kind, seq_len):
@@ -125,8 +136,8 @@ def test_best_fit_equals_the_textbook_algorithm(kind, seq_len):
         "same": np.full(300, seq_len // 3 + 1),
         "long": seq_len - np.minimum(seq_len - 1, random.geometric(0.2, 300) - 1),
     }[kind]
-    row, slot = packing.best_fit(lengths, seq_len)
-    used = np.bincount(row, lengths).astype(int)
+    row, slot = rows_of(lengths, seq_len)
+    used = np.bincount(row, np.sort(lengths)[::-1]).astype(int)
     assert sorted(seq_len - used) == naive_best_fit(lengths, seq_len)
     assert sorted(zip(row, slot, strict=True)) == [
         (r, s) for r, n in enumerate(np.bincount(row)) for s in range(n)
@@ -137,8 +148,8 @@ def test_a_million_documents_are_packed_to_more_than_99_9_percent():
     lengths = np.minimum(
         2048, np.random.default_rng(0).lognormal(5.5, 1.2, 1_000_000).astype(int) + 1
     )
-    row, _ = packing.best_fit(lengths, 2048)
-    assert lengths.sum() / (2048 * (row.max() + 1)) > 0.999
+    _, num_rows = packing.best_fit(np.bincount(lengths, minlength=2048 + 1))
+    assert lengths.sum() / (2048 * num_rows) > 0.999
 
 
 def test_the_description_has_the_filled_fraction_of_the_rows(tmp_path):
@@ -159,8 +170,8 @@ def test_a_cache_file_is_made_in_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "mkstemp", recorded)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    packing._write_cache(str(tmp_path / "data" / "a.npy"), np.arange(3))
-    packing._write_cache("b.npy", np.arange(3))
+    packing._write_cache(str(tmp_path / "data" / "a.npy"), lambda file: np.save(file, np.arange(3)))
+    packing._write_cache("b.npy", lambda file: np.save(file, np.arange(3)))
     assert folders == [str(tmp_path / "data"), "."]
     assert np.load("b.npy").tolist() == np.load("data/a.npy").tolist() == [0, 1, 2]
 
@@ -176,7 +187,7 @@ def test_the_packing_is_cached_and_a_corrupt_cache_file_is_replaced(tmp_path, mo
             np.testing.assert_array_equal, read_epoch(build(prefix, packing="best_fit")), fresh
         )
         assert file.read_bytes() == valid
-    monkeypatch.setattr(packing, "pack", None)  # must not be called
+    monkeypatch.setattr(packing, "plan_packing", None)  # must not be called
     jax.tree.map(
         np.testing.assert_array_equal, read_epoch(build(prefix, packing="best_fit")), fresh
     )
@@ -184,6 +195,55 @@ def test_the_packing_is_cached_and_a_corrupt_cache_file_is_replaced(tmp_path, mo
     write(tmp_path / "a", documents(SIZES[::-1]))
     assert (read_epoch(build(prefix, packing="best_fit")).tokens != fresh.tokens).any()
     assert len(list(tmp_path.glob("a.best_fit-*"))) == 2
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_the_packing_in_a_file_is_that_in_memory_however_few_pieces_are_read_at_a_time(
+    tmp_path, monkeypatch, chunk
+):
+    """The digests are those of the packings of version 1, which had all pieces in memory."""
+    random = np.random.default_rng(0)
+    parts = [
+        [np.ones(size, np.uint16) for size in random.integers(1, 40, count)]
+        for count in (90, 1, 55)
+    ]
+    prefixes = [write(tmp_path / f"{number}", part) for number, part in enumerate(parts)]
+    joined = corpus._join_shards("joined", [indexed.load(prefix) for prefix in prefixes])
+    joined = joined._replace(cache_prefix=str(tmp_path / "joined"))
+    monkeypatch.setattr(packing, "CHUNK", chunk)
+    first, last = 17, joined.num_tokens - 5
+    in_memory = packing.pack(joined, first, last, seq_len=16)
+    in_file = packing.load_or_pack(joined, first, last, seq_len=16)
+    (file,) = tmp_path.glob("joined.best_fit-16-17-*.npy")
+    assert len(np.load(file)) == 3 + sum(map(len, in_memory))
+    for one, other in zip(in_memory, in_file, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin"] * 3 + [".idx"] * 3 + [
+        ".npy"
+    ]
+    digests = [hashlib.sha256(array).hexdigest()[:8] for array in in_memory]
+    assert digests == ["76e1106c", "67684598", "f1cdd39b"]
+
+
+def test_starts_of_documents_in_files_are_searched_and_indexed_as_an_array(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "SPARSE", 3)
+    monkeypatch.setattr(indexed, "CHUNK", 4)
+    monkeypatch.setattr(indexed, "MAX_SEQUENCE_LENGTH", 5)
+    sizes = [(0, 3, 0, 0, 9, 1), (4,), (0, 1, 1, 20, 1, 1, 1, 0, 0), (2, 2, 2, 2, 0)]
+    files = [write(tmp_path / f"{i}", [np.ones(n) for n in part]) for i, part in enumerate(sizes)]
+    starts = indexed.DocumentStarts([indexed.load(file).index for file in files])
+    expected = np.cumsum([0, *np.concatenate(sizes)])
+    values = np.arange(-2, expected[-1] + 3)
+    for side in ("left", "right"):
+        found = np.searchsorted(starts, values, side=side)
+        np.testing.assert_array_equal(found, np.searchsorted(expected, values, side=side))
+        assert np.searchsorted(starts, 4, side=side) == np.searchsorted(expected, 4, side=side)
+    np.testing.assert_array_equal(np.asarray(starts), expected)
+    for key in (0, -1, slice(3, 9), slice(None, None, 2), slice(5, 5), np.array([[4, 0], [-2, 7]])):
+        np.testing.assert_array_equal(starts[key], expected[key])
+    assert len(starts) == starts.size == len(expected) and starts.shape == expected.shape
+    with pytest.raises(IndexError):
+        starts[len(expected)]
 
 
 def test_packing_works_in_many_threads_at_once_and_without_a_writable_folder(tmp_path, monkeypatch):
