@@ -263,6 +263,8 @@ def get_config() -> ConfigDict:
     # how rows are filled: "windows", the stream of tokens is split every seq_len tokens;
     # "best_fit", rows hold complete documents, and only documents longer than seq_len are split
     data.packing = "windows"
+    # whether windows see the documents in a new order in each epoch, shuffled among neighbours
+    data.shuffle_documents = False
     # dtype of a raw token file: "uint8", "uint16" (nanoGPT's .bin), "uint32" or "int32"; "": bytes,
     # which is an error if vocab_size is above 256 or the bytes look like wider numbers
     data.dtype = ""

@@ -22,6 +22,7 @@ from meshtrain.data.corpus import (
     read_windows,
     token_range,
 )
+from meshtrain.data.document_order import DocumentOrder
 from meshtrain.data.mixture import Shares, describe, digest, mix, permute
 from meshtrain.data.packing import load_or_pack, read_rows
 from meshtrain.data.phases import Entry, first_steps, parse, parse_parts, place
@@ -66,6 +67,7 @@ def build(
     phases: tuple = (),
     weights: str = "tokens",
     max_epochs: float = 0.0,
+    shuffle_documents: bool = False,
     fim_rate: float = 0.0,
     fim_spm_rate: float = 0.5,
     fim_tokens: tuple = (),
@@ -85,7 +87,8 @@ def build(
     last row that is too short is dropped. The last target of a row is the token after the row.
     "best_fit": rows of complete documents; only documents longer than `seq_len` are split. With
     both, attention stays within a document, and each token of a document except the first is a
-    target once.
+    target once. With `shuffle_documents` the documents of windows have a new order in each epoch:
+    see document_order.py.
     Each file of a folder of text is a document. A raw file does not mark documents: each row is
     one, and "best_fit" is an error. The token `separator` ends documents as well, in any data; -1:
     no token does.
@@ -98,7 +101,7 @@ def build(
     fim.py.
     """
     check_sizes(seq_len, vocab_size, seed, separator)
-    faults = choice_faults("data.packing", packing, PACKINGS)
+    faults = _packing_faults(packing, shuffle_documents=shuffle_documents)
     faults += choice_faults("data.weights", weights, WEIGHTS)
     faults += minimum_faults(0, {"data.max_epochs": max_epochs})
     faults += fim.rate_faults(fim_rate, fim_spm_rate)
@@ -146,6 +149,7 @@ def build(
             vocab_size=vocab_size,
             seed=seed,
             number=number,
+            shuffle_documents=shuffle_documents and not is_heldout,
         )
         sources.append(source)
     if weights == "documents" and not all(entry.is_path for entry in entries):
@@ -196,6 +200,15 @@ def build(
         return complete(ran)
 
     return dataclasses.replace(complete(source), in_run=None if is_heldout else in_run)
+
+
+def _packing_faults(packing: str, *, shuffle_documents: bool) -> list[str]:
+    if packing == "best_fit" and shuffle_documents:
+        return [
+            "data.shuffle_documents=True: data.packing=best_fit has complete documents in its "
+            "rows, which are shuffled already; set it to False"
+        ]
+    return choice_faults("data.packing", packing, PACKINGS)
 
 
 def _entries(path: str, mixture: tuple, phases: tuple) -> list[Entry]:
@@ -378,6 +391,7 @@ def split_source(
     vocab_size: int,
     seed: int,
     number: int = 0,
+    shuffle_documents: bool = False,
 ) -> Source:
     """Returns the source of the rows of a split, which is source `number` of a mixture.
 
@@ -392,7 +406,10 @@ def split_source(
     if packing == "best_fit":
         read, size, kind = _packed_rows(split, seq_len, vocab_size, order_key)
     else:
-        read, size, kind = _window_rows(split, seq_len, vocab_size, order_key)
+        document_order = None
+        if shuffle_documents:
+            document_order = _document_order(split, seed, 2 * number)
+        read, size, kind = _window_rows(split, seq_len, vocab_size, order_key, document_order)
     corpus, first, last = split.corpus, split.first, split.last
     documents = "" if separator >= 0 else "no document boundaries, "
     if corpus.document_starts is not None:
@@ -422,8 +439,28 @@ class _Rows(NamedTuple):
     kind: str  # for the description
 
 
+def _document_order(split: Split, seed: int, number: int) -> DocumentOrder:
+    corpus = split.corpus
+    if corpus.document_starts is None:
+        raise ConfigError(
+            f"data.shuffle_documents=True: data.path={corpus.path} does not mark its documents; "
+            f"prepare the text with `meshtrain prepare`, or set it to False"
+        )
+    return DocumentOrder(
+        corpus,
+        split.first,
+        split.last,
+        # Not 0, with which the key would be that of the order of windows.
+        lambda epoch, group: _shuffle_key(seed, epoch, number, group + 1),
+    )
+
+
 def _window_rows(
-    split: Split, seq_len: int, vocab_size: int, order_key: Callable[[int], int]
+    split: Split,
+    seq_len: int,
+    vocab_size: int,
+    order_key: Callable[[int], int],
+    document_order: DocumentOrder | None = None,
 ) -> _Rows:
     """Returns windows of `seq_len` + 1 tokens; the last of them is only a target."""
     corpus = split.corpus
@@ -439,6 +476,10 @@ def _window_rows(
 
     def read(indices: np.ndarray) -> Batch:
         starts = split.first + seq_len * order(indices)
+        if document_order:
+            epochs = indices // num_windows
+            read = document_order.read(epochs, starts, seq_len + 1, vocab_size)
+            return to_segmented_batch(*read)
         rows = read_windows(corpus, starts, seq_len + 1, vocab_size)
         if corpus.document_starts is None:
             return to_batch(rows)
