@@ -175,6 +175,18 @@ BUGS = {
         "np.arange(BLOCK) + block * size",
         "epochs",
     ),
+    "phases of a resumed run begin later": (
+        (tokens, "place"),
+        "run.position + (step - run.step) * run.global_batch",
+        "run.position + step * run.global_batch",
+        "phases",
+    ),
+    "a phase that begins next has begun": (
+        (tokens, "place"),
+        "phase.sample < run.position",
+        "phase.sample <= run.position",
+        "phases",
+    ),
 }
 
 

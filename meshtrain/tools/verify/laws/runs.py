@@ -27,7 +27,8 @@ from meshtrain.config.parse import parse
 from meshtrain.config.schema import AXES
 from meshtrain.configs import default
 from meshtrain.data import tokens
-from meshtrain.data.source import Source
+from meshtrain.data.source import Source, Timeline
+from meshtrain.errors import ConfigError
 from meshtrain.metrics import Metrics, weighted
 from meshtrain.models.base import Model
 from meshtrain.monitor import health
@@ -75,6 +76,7 @@ def laws(case: VerifyCase) -> dict[str, Callable[[], str | None]]:
         "skips in a row": skips_in_a_row,
         "replicas": replicas,
         "epochs": epochs,
+        "phases": phases,
     }
 
 
@@ -505,6 +507,56 @@ def epochs() -> str | None:
             f"{len(orders)} different orders of {sizes} rows in {num_epochs} epochs of "
             f"{source.size}"
         )
+    return None
+
+
+def phases() -> str | None:
+    """Law: where a run resumes, its phases continue as planned, and those ahead may change.
+
+    All phases together read each row of a part once, before they read one again.
+    """
+    steps, batch = 24, 3
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for number in range(2):  # each byte of a file is its own
+            path = Path(folder, f"{number}.txt")
+            path.write_bytes(bytes(range(128 * number, 128 * number + 121)))
+            paths.append(str(path))
+        options = {**default_settings()["data"], "seq_len": 8, "heldout": 0.0, "dtype": "uint8"}
+        del options["build"], options["per_process"]
+
+        def in_run(ahead: tuple, run: Timeline) -> Source:
+            plan = ((0.25, paths[0]), (8, ((paths[0], 1), (paths[1], 2))), *ahead)
+            source = tokens.build(**{**options, "phases": plan}, split="train")
+            return source.in_run(run)
+
+        def firsts(source: Source) -> np.ndarray:
+            return source.read(np.arange(steps * batch)).tokens[:, 0]
+
+        planned = in_run(((0.5, paths[1]),), Timeline(steps, batch))
+        expected = firsts(planned)
+        begins = [phase.sample for phase in planned.phases]
+        if begins != [0, 18, 42] or (expected[:18] >= 128).any() or (expected[42:] < 128).any():
+            return f"phases at {begins} read {expected.tolist()}"
+        for step in (0, 5, 6, 10, 14, 15, 23):  # phases begin at steps 6 and 14
+            run = Timeline(steps, batch, step, step * batch, planned.phases)
+            if not np.array_equal(firsts(in_run(((0.5, paths[1]),), run)), expected):
+                return f"resumed at step {step}, other samples than without"
+            smaller = run._replace(global_batch=2, same_batch=False)
+            last = in_run(((0.5, paths[1]),), smaller).phases[-1].sample
+            if last != 3 * min(step, 14) + 2 * max(0, 14 - step):
+                return f"resumed at step {step} with batches of 2, the last phase begins at {last}"
+            if step <= 14:
+                end = step * batch
+                try:
+                    changed = firsts(in_run(((0.5, paths[0]),), run))
+                except ConfigError as error:
+                    return f"resumed at step {step} with another last phase: {error}"
+                if not np.array_equal(changed[:end], expected[:end]) or (changed[42:] >= 128).any():
+                    return f"resumed at step {step} with another last phase: {changed.tolist()}"
+        # The first 15 rows, all that a file has, of the samples up to the second phase.
+        if len({*expected[:15].tolist()}) != 15:
+            return f"rows of a file come again before all of it was read: {expected[:15].tolist()}"
     return None
 
 
