@@ -250,7 +250,7 @@ def get_config() -> ConfigDict:
     data.mixture = ()
     # mixtures one after the other, ((LENGTH, MIXTURE), ...), instead of data.mixture: LENGTH is an
     # integer of steps or a fraction of the run, and the last one lasts to its end; MIXTURE is as
-    # data.mixture, or a path. On resume, phases that have not begun may be changed
+    # data.mixture, or a path. On resume, phases ahead may be changed
     data.phases = ()
     # what the weights of a mixture are shares of: "tokens", or "documents"
     data.weights = "tokens"
