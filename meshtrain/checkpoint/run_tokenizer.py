@@ -9,6 +9,7 @@ from typing import Any
 
 from meshtrain import foreign, storage
 from meshtrain.checkpoint.find import workdir_of
+from meshtrain.config import paths
 from meshtrain.data import prepared, tokenizer
 from meshtrain.errors import ConfigError
 
@@ -136,8 +137,9 @@ def digest(workdir: Path, config: Mapping[str, Any]) -> str:
 def _sources(config: Mapping[str, Any]) -> list[Path]:
     """Returns the folders that a run's tokenizer may come from: data, initial parameters."""
     data = config["data"]
-    sources = [Path(data[key]) for key in ("tokenizer_path", "path") if data.get(key)]
-    sources += [Path(path) for path, _ in data.get("mixture", ())]
+    # That of chat data first: its path has none.
+    named = [data.get("tokenizer_path"), *paths.of_data(data)]
+    sources = [Path(path) for path in dict.fromkeys(named) if path]
     if init_from := config["checkpoint"].get("init_from"):
         run = workdir_of(Path(init_from))
         sources += [run / FOLDER, run]

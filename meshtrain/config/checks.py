@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain import storage
+from meshtrain.config import paths
 from meshtrain.config.schema import (
     AXES,
     BATCH_AXES,
@@ -32,9 +33,7 @@ def workdir_faults(workdir: str, data: Iterable[str] = ()) -> list[str]:
 def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> None:
     """Raises ConfigError for these faults, and those of a run's workdir by `workdir_faults`."""
     if workdir:
-        options = cfg.data.options
-        mixture = [path for path, _ in options.get("mixture", ())]
-        faults = faults + workdir_faults(str(workdir), [options.get("path", ""), *mixture])
+        faults = faults + workdir_faults(str(workdir), paths.of_data(cfg.data.options))
     if faults:
         raise ConfigError(*faults)
 
@@ -49,7 +48,8 @@ def missing_data(cfg: Config) -> list[str]:
     if not is_path or not cfg.data.build.startswith("meshtrain.data."):
         return []
     # A path may also be the prefix of a pair of files.
-    if cfg.data.options.get("mixture") or os.path.exists(path) or os.path.exists(f"{path}.idx"):
+    is_mixed = cfg.data.options.get("mixture") or cfg.data.options.get("phases")
+    if is_mixed or os.path.exists(path) or os.path.exists(f"{path}.idx"):
         return []
     return [f"data.path={path}: no such file or folder; give a file or a folder of data"]
 

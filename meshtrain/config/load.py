@@ -245,6 +245,13 @@ ADDED_KEYS = {
 }
 
 
+# Of the data that the package builds; other builders have keys of their own.
+ADDED_DATA_KEYS = (
+    *("phases", "weights", "max_epochs", "heldout_path", "shuffle_documents"),
+    *("fim_rate", "fim_spm_rate", "fim_tokens"),
+)
+
+
 def _with_added_keys(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the sections of a file of an earlier version with the defaults of what came later."""
     defaults = default.get_config().to_dict()
@@ -259,6 +266,9 @@ def _with_added_keys(raw: dict[str, Any]) -> dict[str, Any]:
     data = raw.get("data")
     if isinstance(data, dict) and data.get("build") == OWN_DATA:
         raw["data"] = {**defaults["data"], **data}
+    elif isinstance(data, dict) and data.get("build") == defaults["data"]["build"]:
+        added = {key: defaults["data"][key] for key in ADDED_DATA_KEYS}
+        raw["data"] = {**added, **data}
     model = raw.get("model")
     # The keys of the built-in model; those of another one are its own.
     if isinstance(model, dict) and model.get("build") == defaults["model"]["build"]:

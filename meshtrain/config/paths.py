@@ -15,6 +15,24 @@ def absolute(raw: Mapping[str, Any]) -> dict[str, Any]:
     return _with_changed_paths(raw, os.path.abspath)
 
 
+def of_data(options: Mapping[str, Any]) -> list[str]:
+    """Returns all paths that a section `data` names; what is no path or mixture has none."""
+    found: list[str] = []
+
+    def collect(path: str) -> str:
+        found.append(path)
+        return path
+
+    for key, value in options.items():
+        _changed(key, _as_tuples(value), collect)
+    return found
+
+
+def _as_tuples(value: Any) -> Any:
+    """Returns lists, which a config in JSON has, as tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
 def _with_changed_paths(raw: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     """Returns the sections with `change(path)` for the paths of data and checkpoints."""
     changed = dict(raw)

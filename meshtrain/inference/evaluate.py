@@ -73,7 +73,8 @@ def _build_source(cfg: Config, split: str) -> Source:
     if source.size is None:
         raise ConfigError(
             f"data.build={section.build}: this data has no size, so it has no epochs; evaluate the "
-            f"parts of a mixture one at a time: --config.data.mixture='()' --config.data.path=PATH"
+            f"parts of a mixture one at a time: --config.data.mixture='()' "
+            f"--config.data.phases='()' --config.data.path=PATH"
         )
     return source
 
