@@ -10,6 +10,7 @@ from typing import Any
 from meshtrain import foreign, storage
 from meshtrain.checkpoint.find import workdir_of
 from meshtrain.data import prepared, tokenizer
+from meshtrain.data.remote import local_folder
 from meshtrain.errors import ConfigError
 
 FOLDER = "tokenizer"  # in a workdir
@@ -136,8 +137,8 @@ def digest(workdir: Path, config: Mapping[str, Any]) -> str:
 def _sources(config: Mapping[str, Any]) -> list[Path]:
     """Returns the folders that a run's tokenizer may come from: data, initial parameters."""
     data = config["data"]
-    sources = [Path(data[key]) for key in ("tokenizer_path", "path") if data.get(key)]
-    sources += [Path(path) for path, _ in data.get("mixture", ())]
+    sources = [local_folder(data[key]) for key in ("tokenizer_path", "path") if data.get(key)]
+    sources += [local_folder(path) for path, _ in data.get("mixture", ())]
     if init_from := config["checkpoint"].get("init_from"):
         run = workdir_of(Path(init_from))
         sources += [run / FOLDER, run]

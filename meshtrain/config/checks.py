@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshtrain import storage
+from meshtrain import object_store, storage
 from meshtrain.config.schema import (
     AXES,
     BATCH_AXES,
@@ -33,10 +33,14 @@ def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> N
     """Raises ConfigError for these faults, and those of a run's workdir by `workdir_faults`."""
     if workdir:
         options = cfg.data.options
-        mixture = [path for path, _ in options.get("mixture", ())]
-        faults = faults + workdir_faults(str(workdir), [options.get("path", ""), *mixture])
+        data = [options.get("path", ""), *_mixture_paths(cfg)]
+        faults = faults + workdir_faults(str(workdir), data)
     if faults:
         raise ConfigError(*faults)
+
+
+def _mixture_paths(cfg: Config) -> list[Any]:
+    return [path for path, _ in cfg.data.options.get("mixture", ())]
 
 
 def missing_data(cfg: Config) -> list[str]:
@@ -46,6 +50,15 @@ def missing_data(cfg: Config) -> list[str]:
     """
     path = cfg.data.options.get("path")
     is_path = isinstance(path, str) and path
+    if cfg.data.build == "meshtrain.data.tokens:build":
+        paths = [path, *_mixture_paths(cfg)]
+        urls = [one for one in paths if isinstance(one, str) and object_store.is_url(one)]
+        if urls:
+            # Here, since its client takes a while to load and most runs do not need it.
+            from meshtrain.data import remote
+
+            faults = [(url, remote.url_fault(url)) for url in urls]
+            return [f"data.path={url}: {fault}" for url, fault in faults if fault]
     if not is_path or not cfg.data.build.startswith("meshtrain.data."):
         return []
     # A path may also be the prefix of a pair of files.

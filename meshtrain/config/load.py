@@ -240,7 +240,10 @@ def _read_json(file: Path, trust_code: bool) -> ConfigDict:
 ADDED_SECTIONS = ("context", "expert", "sync", "adapter", "monitor")
 ADDED_KEYS = {
     "train": ("epochs", "batch_per_device", "kernels", "trainable"),
-    "data": ("per_process",),
+    "data": (
+        "cache_gb",
+        "per_process",
+    ),
     "adapter": ("dropout",),
 }
 

@@ -36,6 +36,12 @@ def mix(
         order = np.argsort(np.argsort(source_numbers, kind="stable"))
         return concatenate(batches, order)
 
+    def prefetch(indices: np.ndarray) -> None:
+        source_numbers, source_indices = assign(indices, counts, block_key)
+        for number in np.unique(source_numbers):
+            if bring := sources[number].prefetch:
+                bring(source_indices[source_numbers == number])
+
     shares = [
         f"{count / BLOCK:.2%} {source.description}"
         for count, source in zip(counts, sources, strict=True)
@@ -51,6 +57,7 @@ def mix(
             "data": identity.of_parts([digests, counts.tolist()]),
             "tokenizer": known_tokenizers[0] if known_tokenizers else "",
         },
+        prefetch=prefetch if any(source.prefetch for source in sources) else None,
     )
 
 

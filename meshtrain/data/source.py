@@ -50,6 +50,9 @@ class Source:
     warnings: Sequence[str] = ()  # lines to log before a run trains on it
     # First sample of a global batch that was read -> its samples without padding; None: all.
     num_samples: Callable[[int], int] | None = None
+    # Brings samples to this machine before they are read: returns when they are there, or cannot be
+    # read, which only `read` reports. Called from several threads. None: they are here.
+    prefetch: Callable[[np.ndarray], None] | None = None
 
 
 def check_sizes(seq_len: int, vocab_size: int, seed: int, separator: int = -1) -> None:

@@ -17,11 +17,13 @@ from meshtrain.data.corpus import (
     Corpus,
     is_document_start,
     load_corpus,
+    prefetch,
     read_windows,
     token_range,
 )
 from meshtrain.data.mixture import mix, permute
-from meshtrain.data.packing import load_or_pack, read_rows
+from meshtrain.data.packing import load_or_pack, ranges_of, read_rows
+from meshtrain.data.remote import CACHE_GB
 from meshtrain.data.source import (
     Batch,
     Source,
@@ -30,7 +32,7 @@ from meshtrain.data.source import (
     to_batch,
     to_segmented_batch,
 )
-from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 
 # B batch, S sequence
 
@@ -54,6 +56,7 @@ def build(
     packing: str = "windows",  # older configs lack these
     mixture: tuple = (),
     tokenizer_path: str = "",
+    cache_gb: float = CACHE_GB,
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 
@@ -74,6 +77,8 @@ def build(
     no token does.
     `mixture` ((path, weight), ...) replaces `path`: samples come from each path in proportion to
     its weight.
+    A path may be the URL of a prepared folder on an object store; up to `cache_gb` of all data are
+    cached on the local disk.
     """
     check_sizes(seq_len, vocab_size, seed, separator)
     faults = choice_faults("data.packing", packing, PACKINGS)
@@ -84,6 +89,7 @@ def build(
             f"data.tokenizer_path={tokenizer_path}: only data.build=meshtrain.data.chat:build "
             f"reads it"
         )
+    faults += minimum_faults(0, {"data.cache_gb": cache_gb})
     paths, weights = _parse_mixture(path, mixture)
     if faults:
         raise ConfigError(*faults)
@@ -96,6 +102,7 @@ def build(
             vocab_size=vocab_size,
             pattern=pattern,
             exclude=exclude,
+            cache_gb=cache_gb,
         )
         corpora.append(corpus)
     check_tokenizers(corpora, vocab_size)
@@ -172,6 +179,7 @@ def _warnings(corpora: list[Corpus], dtype: str, separator: int) -> list[str]:
     """
     warnings = []
     for corpus in corpora:
+        warnings += corpus.warnings
         is_marked = corpus.document_starts is not None or separator >= 0
         holds_numbers = dtype or corpus.path.endswith(".npy")
         if holds_numbers and not is_marked:
@@ -215,9 +223,9 @@ def split_source(
         return _shuffle_key(seed, epoch, 2 * number)
 
     if packing == "best_fit":
-        read, size, kind = _packed_rows(split, seq_len, vocab_size, order_key)
+        rows = _packed_rows(split, seq_len, vocab_size, order_key)
     else:
-        read, size, kind = _window_rows(split, seq_len, vocab_size, order_key)
+        rows = _window_rows(split, seq_len, vocab_size, order_key)
     corpus, first, last = split.corpus, split.first, split.last
     documents = "" if separator >= 0 else "no document boundaries, "
     if corpus.document_starts is not None:
@@ -231,13 +239,14 @@ def split_source(
     if corpus.tokenizer_folder:
         added_bytes = functools.partial(tokenizer.added_bytes, corpus.tokenizer_folder)
     return Source(
-        lambda indices: split_documents(read(indices), separator),
-        description=f"{corpus.path}: {documents}{last - first:,} tokens, {size:,} {kind}",
+        lambda indices: split_documents(rows.read(indices), separator),
+        description=f"{corpus.path}: {documents}{last - first:,} tokens, {rows.size:,} {rows.kind}",
         baseline=unigram_entropy(sample, vocab_size),
-        size=size,
+        size=rows.size,
         token_bytes=corpus.token_bytes,
         added_bytes=added_bytes,
         identity={"data": corpus.digest, "tokenizer": corpus.tokenizer},
+        prefetch=rows.prefetch if corpus.is_remote else None,
     )
 
 
@@ -247,6 +256,7 @@ class _Rows(NamedTuple):
     read: Callable[[np.ndarray], Batch]  # of sample indices
     size: int  # rows per epoch
     kind: str  # for the description
+    prefetch: Callable[[np.ndarray], None]  # of samples whose data is on a store
 
 
 def _window_rows(
@@ -271,7 +281,11 @@ def _window_rows(
             return to_batch(rows)
         return to_segmented_batch(rows, is_document_start(corpus, starts, seq_len + 1))
 
-    return _Rows(read, num_windows, f"windows of {seq_len}")
+    def prefetch_windows(indices: np.ndarray) -> None:
+        starts = split.first + seq_len * order(indices)
+        prefetch(corpus, starts, np.full_like(starts, seq_len + 1))
+
+    return _Rows(read, num_windows, f"windows of {seq_len}", prefetch_windows)
 
 
 def _packed_rows(
@@ -297,8 +311,11 @@ def _packed_rows(
     def read(indices: np.ndarray) -> Batch:
         return read_rows(corpus, packing, order(indices), seq_len, vocab_size)
 
+    def prefetch_pieces(indices: np.ndarray) -> None:
+        prefetch(corpus, *ranges_of(packing, order(indices)))
+
     filled = num_tokens / (num_rows * seq_len)
-    return _Rows(read, num_rows, f"rows of {seq_len}, {filled:.2%} filled")
+    return _Rows(read, num_rows, f"rows of {seq_len}, {filled:.2%} filled", prefetch_pieces)
 
 
 def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
