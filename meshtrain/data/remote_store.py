@@ -95,7 +95,7 @@ class Store:
             self._newest_failure = now
             waited = now - self._failing_since
             limit = _patience() if self._has_answered else OPEN_PATIENCE
-            is_first = waited == 0
+            is_first = waited == 0 and self._has_answered
         if waited > limit:
             raise TransientError(
                 f"{self.url}/{name}: no answer from the store for {waited:.0f} s: {cause}; "
