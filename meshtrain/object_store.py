@@ -92,6 +92,25 @@ def spec(folder: Path) -> dict[str, Any]:
     return location | (_gcs_options() if scheme == "gs" else _s3_options())
 
 
+READ_CONCURRENCY = 128  # requests of one process for data
+
+
+def open_for_reading(folder: Path) -> Any:
+    """Returns TensorStore's store of the objects under a scratch folder, for many reads.
+
+    Its caller repeats failed reads itself: TensorStore's own attempts take a fixed time.
+    """
+    import tensorstore  # here, since it takes a while and most runs do not need it
+
+    described = spec(folder)
+    prefix = described["driver"]
+    described["context"] |= {
+        f"{prefix}_request_retries": {**RETRIES, "max_retries": 1},
+        f"{prefix}_request_concurrency": {"limit": READ_CONCURRENCY},
+    }
+    return tensorstore.KvStore.open(described).result()
+
+
 def _gcs_options() -> dict[str, Any]:
     if host := os.environ.get("STORAGE_EMULATOR_HOST"):
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", host)
@@ -108,7 +127,9 @@ def _s3_options() -> dict[str, Any]:
         options["aws_region"] = region.rstrip("/")
     context: dict[str, Any] = {"s3_request_retries": RETRIES}
     # Otherwise the client tries one source after the other, and logs each failure.
-    if os.environ.get("AWS_ACCESS_KEY_ID"):
+    if os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true"):
+        context["aws_credentials"] = {"type": "anonymous"}
+    elif os.environ.get("AWS_ACCESS_KEY_ID"):
         context["aws_credentials"] = {"type": "environment"}
     return {**options, "context": context}
 

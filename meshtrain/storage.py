@@ -216,6 +216,8 @@ class LocalFolder:
                     f"to resume it, or another folder"
                 ]
         for path in filter(None, data):
+            if object_store.is_url(path):
+                continue
             other = Path(path).resolve()
             if place == other or place in other.parents or other in place.parents:
                 relation = "contains" if place in other.parents else "is in"
@@ -330,6 +332,13 @@ class ObjectStore:
         return []
 
     def place_faults(self, data: Iterable[str]) -> list[str]:
+        for path in filter(object_store.is_url, data):
+            place, other = f"{self.name}/", f"{path.rstrip('/')}/"
+            if place.startswith(other) or other.startswith(place):
+                return [
+                    f"--workdir={self._given}: holds data.path={path}, or is in it; "
+                    f"keep the run and its data in separate folders"
+                ]
         return []
 
     def variables(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from meshtrain import foreign, storage
 from meshtrain.checkpoint.find import workdir_of
 from meshtrain.config import paths
 from meshtrain.data import prepared, tokenizer
+from meshtrain.data.remote import local_folder
 from meshtrain.errors import ConfigError
 
 FOLDER = "tokenizer"  # in a workdir
@@ -139,7 +140,7 @@ def _sources(config: Mapping[str, Any]) -> list[Path]:
     data = config["data"]
     # That of chat data first: its path has none.
     named = [data.get("tokenizer_path"), *paths.of_data(data)]
-    sources = [Path(path) for path in dict.fromkeys(named) if path]
+    sources = [local_folder(path) for path in dict.fromkeys(named) if path]
     if init_from := config["checkpoint"].get("init_from"):
         run = workdir_of(Path(init_from))
         sources += [run / FOLDER, run]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshtrain import storage
+from meshtrain import object_store, storage
 from meshtrain.config import paths
 from meshtrain.config.schema import (
     AXES,
@@ -45,6 +45,15 @@ def missing_data(cfg: Config) -> list[str]:
     """
     path = cfg.data.options.get("path")
     is_path = isinstance(path, str) and path
+    if cfg.data.build == "meshtrain.data.tokens:build":
+        named = paths.of_data(cfg.data.options)
+        urls = [one for one in named if isinstance(one, str) and object_store.is_url(one)]
+        if urls:
+            # Here, since its client takes a while to load and most runs do not need it.
+            from meshtrain.data import remote
+
+            faults = [(url, remote.url_fault(url)) for url in urls]
+            return [f"data.path={url}: {fault}" for url, fault in faults if fault]
     if not is_path or not cfg.data.build.startswith("meshtrain.data."):
         return []
     # A path may also be the prefix of a pair of files.

@@ -248,7 +248,7 @@ ADDED_KEYS = {
 # Of the data that the package builds; other builders have keys of their own.
 ADDED_DATA_KEYS = (
     *("phases", "weights", "max_epochs", "heldout_path", "shuffle_documents"),
-    *("fim_rate", "fim_spm_rate", "fim_tokens"),
+    *("fim_rate", "fim_spm_rate", "fim_tokens", "cache_gb"),
 )
 
 

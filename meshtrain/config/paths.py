@@ -16,7 +16,7 @@ def absolute(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_data(options: Mapping[str, Any]) -> list[str]:
-    """Returns all paths that a section `data` names; what is no path or mixture has none."""
+    """Returns all paths and URLs that a section `data` names."""
     found: list[str] = []
 
     def collect(path: str) -> str:
@@ -35,11 +35,17 @@ def _as_tuples(value: Any) -> Any:
 
 def _with_changed_paths(raw: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     """Returns the sections with `change(path)` for the paths of data and checkpoints."""
+
+    def change_local(path: str) -> str:
+        return path if "://" in path else change(path)
+
     changed = dict(raw)
     for name in ("data", "checkpoint"):
         section = raw.get(name)
         if isinstance(section, Mapping):
-            changed[name] = {key: _changed(key, value, change) for key, value in section.items()}
+            changed[name] = {
+                key: _changed(key, value, change_local) for key, value in section.items()
+            }
     return changed
 
 
@@ -50,7 +56,7 @@ def _changed(key: str, value: Any, change: Callable[[str], str]) -> Any:
     if key == "phases" and isinstance(value, tuple):
         return tuple(_changed_phase(phase, change) for phase in value)
     is_path = key == "init_from" or key.endswith("path")
-    if is_path and isinstance(value, str) and value and "://" not in value:
+    if is_path and isinstance(value, str) and value:
         return change(value)
     return value
 

@@ -244,7 +244,12 @@ def get_config() -> ConfigDict:
     # function, "package.module:name", that builds a Source from the keys below and the name of the
     # split
     data.build = "meshtrain.data.tokens:build"
-    data.path = ""  # path of a folder from `meshtrain prepare`, a token file, or a folder of text
+    # path of a folder from `meshtrain prepare`, on a disk or as s3://BUCKET/FOLDER or
+    # gs://BUCKET/FOLDER, of a token file, or of a folder of text
+    data.path = ""
+    # GB of data on object stores that are cached on the local disk, for all processes of the host
+    # and later runs; at most half of the free space is used. 0: nothing is cached
+    data.cache_gb = 100.0
     # weighted mixture, (("PATH", WEIGHT), ...), instead of data.path: samples are drawn in
     # proportion to WEIGHT
     data.mixture = ()

@@ -6,12 +6,12 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtrain import foreign
-from meshtrain.data import files, formats, identity, indexed, prepared
+from meshtrain import foreign, object_store
+from meshtrain.data import files, formats, identity, indexed, prepared, remote
 from meshtrain.errors import ConfigError
 
 # B windows, W tokens of a window, T tokens of a file
@@ -25,7 +25,7 @@ class Corpus(NamedTuple):
 
     path: str  # data.path
     files: list[str]  # names, for messages
-    file_tokens: list[np.ndarray]  # tokens of each file (T,)
+    file_tokens: list[Any]  # tokens of each file (T,): arrays, or RemoteTokens
     # (files + 1,) int64: start of each file in the stream, then the length of the stream
     file_offsets: np.ndarray
     # (documents + 1,) int64: start of each document, then the length of the stream; None: unknown
@@ -44,16 +44,32 @@ class Corpus(NamedTuple):
     def num_tokens(self) -> int:
         return int(self.file_offsets[-1])
 
+    @property
+    def is_remote(self) -> bool:
+        return isinstance(self.file_tokens[0], remote.RemoteTokens)
+
 
 # ---- load ----
 
 
-def load_corpus(path: str, *, dtype: str, vocab_size: int, pattern: str, exclude: tuple) -> Corpus:
+def load_corpus(
+    path: str,
+    *,
+    dtype: str,
+    vocab_size: int,
+    pattern: str,
+    exclude: tuple,
+    cache_gb: float = remote.CACHE_GB,
+) -> Corpus:
     """Returns the corpus at `path`: a file, a folder, or the prefix of Megatron-LM files.
 
-    `dtype` is that of a raw file; "": uint8, if the file is text and the vocabulary is that of
-    bytes. Raises ConfigError if `path` does not exist, or if the data is incomplete or corrupt.
+    It may be the URL of a prepared folder on an object store, of which `cache_gb` are cached on the
+    local disk. `dtype` is that of a raw file; "": uint8, if the file is text and the vocabulary is
+    that of bytes. Raises ConfigError if `path` does not exist, or if the data is incomplete or
+    corrupt.
     """
+    if object_store.is_url(path):
+        return _load_remote(path, cache_gb)
     with files.report_errors(f"data.path={path}"):
         # First, since a prefix need not exist itself.
         prefix = indexed.prefix_of(path)
@@ -79,6 +95,19 @@ def _load_prepared(path: str) -> Corpus:
     folder = Path(path)
     manifest = prepared.read_manifest(folder)
     shards = [indexed.load(str(folder / entry["name"])) for entry in manifest["shards"]]
+    return _join_prepared(path, shards, folder, manifest)
+
+
+def _load_remote(path: str, cache_gb: float) -> Corpus:
+    opened = remote.open_folder(path, cache_gb)
+    corpus = _join_prepared(path, opened.shards, opened.folder, opened.manifest)
+    return corpus._replace(warnings=opened.warnings)
+
+
+def _join_prepared(
+    path: str, shards: list[indexed.Shard], folder: Path, manifest: dict[str, Any]
+) -> Corpus:
+    """Returns the corpus of a prepared folder; `folder` has its small files."""
     for shard, entry in zip(shards, manifest["shards"], strict=True):
         num_documents = len(shard.starts) - 1
         if len(shard.tokens) != entry["tokens"] or num_documents != entry["documents"]:
@@ -346,8 +375,8 @@ def read_windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: i
     # The windows that lie inside a file: one gather per file.
     for file in np.unique(file_B[is_inside_B]):
         selected_B = is_inside_B & (file_B == file)
-        all_windows = _all_windows(corpus.file_tokens[file], width)
-        windows = all_windows[starts_B[selected_B] - corpus.file_offsets[file]]
+        starts = starts_B[selected_B] - corpus.file_offsets[file]
+        windows = _windows(corpus.file_tokens[file], starts, width)
         check_ids(corpus, windows, vocab_size)
         windows_BW[selected_B] = windows
 
@@ -368,10 +397,13 @@ def read_windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: i
     return windows_BW
 
 
-def _all_windows(tokens: np.ndarray, width: int) -> np.ndarray:
-    """Returns all windows (T - W + 1, W) as a view: sliding_window_view with less overhead."""
+def _windows(tokens: Any, starts_B: np.ndarray, width: int) -> np.ndarray:
+    """Returns the windows (B, W) that begin at `starts_B` in a file."""
+    if isinstance(tokens, remote.RemoteTokens):
+        return tokens.gather(starts_B, np.full_like(starts_B, width)).reshape(-1, width)
+    # All windows (T - W + 1, W) as a view: sliding_window_view with less overhead.
     shape = (len(tokens) - width + 1, width)
-    return np.ndarray(shape, tokens.dtype, tokens, strides=2 * tokens.strides)
+    return np.ndarray(shape, tokens.dtype, tokens, strides=2 * tokens.strides)[starts_B]
 
 
 def is_document_start(corpus: Corpus, starts_B: np.ndarray, width: int) -> np.ndarray:
@@ -395,16 +427,37 @@ def concatenate_ranges(first: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.repeat(first - (ends - count), count) + np.arange(total)
 
 
-def gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def prefetch(corpus: Corpus, starts_B: np.ndarray, lengths_B: np.ndarray) -> None:
+    """Returns when these ranges of the stream are on this machine, or cannot be read.
+
+    May be called from several threads. Ranges may span files.
+    """
+    futures = []
+    file_B = np.searchsorted(corpus.file_offsets, starts_B, side="right") - 1
+    for file in np.unique(file_B):
+        selected_B = file_B == file
+        starts = starts_B[selected_B] - corpus.file_offsets[file]
+        tokens = corpus.file_tokens[file]
+        lengths = np.minimum(lengths_B[selected_B], len(tokens) - starts)
+        futures += tokens.prefetch(starts, lengths)
+    remote.wait_for(futures)
+
+
+def gather(tokens: Any, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns the tokens of ranges of a file, one range after the other."""
+    if isinstance(tokens, remote.RemoteTokens):
+        return tokens.gather(starts, lengths)
     return tokens[concatenate_ranges(starts, lengths)]
 
 
-def token_range(corpus: Corpus, first: int, last: int) -> np.ndarray:
+def token_range(corpus: Corpus, first: int, last: int) -> Any:
     """Returns tokens `first` ... `last` - 1 of the stream; a view if they lie in one file."""
     parts = []
     for tokens, offset in zip(corpus.file_tokens, corpus.file_offsets[:-1], strict=True):
-        part = tokens[max(0, first - offset) : max(0, last - offset)]
+        start, stop = max(0, first - offset), max(0, last - offset)
+        # Of a store, the caller reads them in parts.
+        is_remote = isinstance(tokens, remote.RemoteTokens)
+        part = tokens.range(start, stop) if is_remote else tokens[start:stop]
         if part.size:
             parts.append(part)
     if not parts:
@@ -427,6 +480,8 @@ def check_ids(corpus: Corpus, ids: np.ndarray, vocab_size: int) -> None:
 def _location_of(corpus: Corpus, token: np.integer) -> str:
     """Returns where a token first occurs, for an error message."""
     chunk = 1 << 24  # tokens searched at a time
+    if corpus.is_remote:
+        return ""  # it could be anywhere in terabytes
     for file, tokens in zip(corpus.files, corpus.file_tokens, strict=True):
         for start in range(0, len(tokens), chunk):
             hits = np.flatnonzero(tokens[start : start + chunk] == token)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtrain.data.corpus import Corpus, check_ids
+from meshtrain.data.corpus import Corpus, check_ids, concatenate_ranges, gather
 from meshtrain.data.mixture import permute
 
 # B windows, W tokens of a window
@@ -39,7 +39,6 @@ class Pieces(NamedTuple):
     starts: np.ndarray  # first token of each in the stream
     lengths: np.ndarray
     is_document_start: np.ndarray  # whether a document begins with it
-    counts_B: np.ndarray  # pieces of each window
 
 
 class DocumentOrder:
@@ -59,10 +58,9 @@ class DocumentOrder:
 
     def pieces(self, epochs_B: np.ndarray, starts_B: np.ndarray, width: int) -> Pieces:
         """Returns what windows of `width` tokens hold that begin at `starts_B` in the new order."""
-        starts, lengths, is_start, counts = [], [], [], []
+        starts, lengths, is_start = [], [], []
         for epoch, start in zip(epochs_B.tolist(), starts_B.tolist(), strict=True):
             position, end = start, start + width
-            num_before = len(starts)
             while position < end:
                 group = self._group_at(epoch, position)
                 number = int(np.searchsorted(group.ends, position, side="right"))
@@ -74,8 +72,7 @@ class DocumentOrder:
                     is_start.append(offset == 0)
                     position += lengths[-1]
                     number += 1
-            counts.append(len(starts) - num_before)
-        return Pieces(np.array(starts), np.array(lengths), np.array(is_start), np.array(counts))
+        return Pieces(np.array(starts), np.array(lengths), np.array(is_start))
 
     def read(
         self, epochs_B: np.ndarray, starts_B: np.ndarray, width: int, vocab_size: int
@@ -83,22 +80,17 @@ class DocumentOrder:
         """Returns windows (B, W) int32, and whether a token begins a document (B, W) bool."""
         pieces = self.pieces(epochs_B, starts_B, width)
         offsets = self._corpus.file_offsets
-        files = np.searchsorted(offsets, pieces.starts, side="right") - 1
+        places = np.cumsum(pieces.lengths) - pieces.lengths
         tokens = np.empty(len(starts_B) * width, np.int32)
-        is_start = np.zeros(len(starts_B) * width, bool)
-        place = 0
-        for file, start, length, begins in zip(
-            files.tolist(),
-            (pieces.starts - offsets[files]).tolist(),
-            pieces.lengths.tolist(),
-            pieces.is_document_start.tolist(),
-            strict=True,
-        ):
-            part = self._corpus.file_tokens[file][start : start + length]
+        files = np.searchsorted(offsets, pieces.starts, side="right") - 1
+        for file in np.unique(files):
+            selected = files == file
+            starts, lengths = pieces.starts[selected] - offsets[file], pieces.lengths[selected]
+            part = gather(self._corpus.file_tokens[file], starts, lengths)
             check_ids(self._corpus, part, vocab_size)
-            tokens[place : place + length] = part
-            is_start[place] = begins
-            place += length
+            tokens[concatenate_ranges(places[selected], lengths)] = part
+        is_start = np.zeros(len(tokens), bool)
+        is_start[places] = pieces.is_document_start
         return tokens.reshape(-1, width), is_start.reshape(-1, width)
 
     def _group_at(self, epoch: int, position: int) -> _Group:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -20,6 +20,8 @@ from meshtrain.parallel.sharding import Rules, axes_of, spec_for
 
 # b rows of this process, S sequence
 
+PREFETCHED = 64  # batches that are brought to this machine before they are read, if they are remote
+PREFETCHERS = 8  # of them at the same time
 AHEAD = 2  # batches read and sent to the devices before they are needed
 
 
@@ -30,11 +32,13 @@ def open_loader(
     position: int,
     *,
     check: Callable[[Any], None] | None = None,
+    num_batches: int | None = None,
 ) -> contextlib.closing:
     """Returns a context with the Loader of a run's Source, or of an iterable of global batches.
 
     With `data.per_process` the iterable yields the rows of this process. `check` is
-    `Model.check_batch`. Raises ConfigError if several processes hold the same rows.
+    `Model.check_batch`; `num_batches` is their number, if the loader is closed after them. Raises
+    ConfigError if several processes hold the same rows.
     """
     global_batch = cfg.train.global_batch
     per_process = cfg.data.options.get("per_process", False)
@@ -59,6 +63,7 @@ def open_loader(
         global_batch=global_batch,
         position=position,
         check=check,
+        num_batches=num_batches,
     )
     return contextlib.closing(loader)
 
@@ -79,6 +84,7 @@ class Loader:
         global_batch: int,
         position: int = 0,
         check: Callable[[Any], None] | None = None,
+        num_batches: int | None = None,
     ):
         self._source = source
         self._check = check
@@ -91,6 +97,11 @@ class Loader:
         self.num_samples = 0  # of the newest batch, without padding
         self._reader = ThreadPoolExecutor(1, "loader")
         self._ahead: deque[Future] = deque()
+        # Of a source with data elsewhere: the next batches that are being brought here.
+        self._prefetcher = ThreadPoolExecutor(PREFETCHERS, "prefetch") if source.prefetch else None
+        self._prefetched: deque[Future] = deque()
+        # First sample after those that are worth bringing here.
+        self._end = math.inf if num_batches is None else position + num_batches * global_batch
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -101,14 +112,34 @@ class Loader:
         count = self._source.num_samples
         self.num_samples = count(self.position) if count else self._global_batch
         self._ahead.popleft()  # only now: a batch that cannot be read is not consumed
+        if self._prefetched:
+            self._prefetched.popleft()
         return batch
 
     def peek(self) -> Any:
         """Returns the next batch without consuming it."""
+        self._prefetch()
         while len(self._ahead) <= AHEAD:
             self._ahead.append(self._reader.submit(self.read, self._next))
             self._next += self._global_batch
         return self._ahead[0].result()
+
+    def _prefetch(self) -> None:
+        """Brings the next batches to this machine; at the start of a run, waits for all of them.
+
+        Then a store has the time of PREFETCHED steps for each batch, also for the first ones.
+        """
+        if self._prefetcher is None:
+            return
+        is_start = not self._prefetched and not self._ahead
+        while len(self._prefetched) < PREFETCHED + AHEAD:
+            first = self.position + len(self._prefetched) * self._global_batch
+            if first >= self._end:
+                break
+            future = self._prefetcher.submit(self._source.prefetch, first + self._rows)
+            self._prefetched.append(future)
+        if is_start:
+            wait(self._prefetched)
 
     @property
     def position(self) -> int:
@@ -172,6 +203,8 @@ class Loader:
         return jax.make_array_from_callback(shape, sharding, shard)
 
     def close(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.shutdown(wait=False, cancel_futures=True)
         self._reader.shutdown(wait=True, cancel_futures=True)
 
 

@@ -73,7 +73,8 @@ def mix(sources: Sequence[Source], names: Sequence[str], phases: Sequence[Shares
     firsts = np.array([phase.first for phase in phases])
     unread = _unread(phases)
 
-    def read(indices: np.ndarray) -> Batch:
+    def place(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the source of each sample, and its index in that source; both (n,) int64."""
         phase_numbers = np.searchsorted(firsts, indices, side="right") - 1
         source_numbers = np.empty_like(indices)
         source_indices = np.empty_like(indices)
@@ -84,6 +85,10 @@ def mix(sources: Sequence[Source], names: Sequence[str], phases: Sequence[Shares
                 within[chosen == one] = unread[number].number(one, within[chosen == one])
             source_numbers[selected] = chosen
             source_indices[selected] = within
+        return source_numbers, source_indices
+
+    def read(indices: np.ndarray) -> Batch:
+        source_numbers, source_indices = place(indices)
         batches = []
         for number in np.unique(source_numbers):
             batch = sources[number].read(source_indices[source_numbers == number])
@@ -91,6 +96,12 @@ def mix(sources: Sequence[Source], names: Sequence[str], phases: Sequence[Shares
         # The batches are grouped by source: restore the order of `indices`.
         order = np.argsort(np.argsort(source_numbers, kind="stable"))
         return concatenate(batches, order)
+
+    def prefetch(indices: np.ndarray) -> None:
+        source_numbers, source_indices = place(indices)
+        for number in np.unique(source_numbers):
+            if bring := sources[number].prefetch:
+                bring(source_indices[source_numbers == number])
 
     def samples_before(sample: int) -> np.ndarray:
         """Returns how many of the samples before this one come from each source."""
@@ -116,6 +127,7 @@ def mix(sources: Sequence[Source], names: Sequence[str], phases: Sequence[Shares
             "tokenizer": known_tokenizers[0] if known_tokenizers else "",
         },
         parts=parts,
+        prefetch=prefetch if any(source.prefetch for source in sources) else None,
     )
 
 

@@ -437,6 +437,18 @@ def read_rows(
     return concatenate(batches, order)
 
 
+def ranges_of(packing: Packing, rows_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns start and length of all ranges of the stream that `read_rows` reads."""
+    first_B = packing.rows[rows_B]
+    packed = concatenate_ranges(first_B, packing.rows[rows_B + 1] - first_B)
+    starts = packing.starts[packed]
+    lengths = packing.sizes[packed] >> 1
+    continues = (packing.sizes[packed] & 1).astype(bool)
+    ones = np.ones(continues.sum(), np.int64)
+    ends = (starts + lengths)[continues]
+    return np.concatenate([starts, ends]), np.concatenate([lengths, ones])
+
+
 def _read_from_file(
     corpus: Corpus, file: int, packing: Packing, rows_B: np.ndarray, seq_len: int, vocab_size: int
 ) -> Batch:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,8 @@ TOKEN_BYTES = "token_bytes.npy"
 JOURNAL = "progress.jsonl"  # of an unfinished folder; see shards.py
 VERSION = 1
 MAX_VOCAB_SIZE = 1 << 27  # the largest of today have 2^18
+MAX_MANIFEST_BYTES = 1 << 30  # with checksums, 35 MB for 1 TB of tokens
+PART_BYTES = 1 << 18  # of a .bin, for each of which the manifest has a checksum
 KEYS = {"version", "tokenizer", "settings", "dtype", "shards", "documents", "tokens", "text_bytes"}
 
 
@@ -21,7 +23,7 @@ def is_prepared(folder: Path) -> bool:
     """Returns True if `meshtrain prepare` wrote the folder, even if it is not finished."""
     try:
         if (folder / MANIFEST).is_file():
-            return KEYS <= foreign.read_json(folder / MANIFEST).keys()
+            return KEYS <= foreign.read_json(folder / MANIFEST, max_bytes=MAX_MANIFEST_BYTES).keys()
         if (folder / JOURNAL).is_file():
             with open(folder / JOURNAL, "rb") as file:
                 first_line = foreign.parse_json(file.readline(foreign.MAX_JSON_BYTES))
@@ -36,9 +38,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     Raises ConfigError if it is corrupt, or if a file that it lists has another size.
     """
-    name = folder / MANIFEST
+    manifest = parse_manifest(folder / MANIFEST)
+    faults = []
+    for file, listed in _listed_sizes(manifest).items():
+        path = folder / file
+        size = path.stat().st_size if path.is_file() else -1
+        if size != listed:
+            state = f"has {size} bytes" if size >= 0 else "is missing"
+            faults.append(f"{path} {state}, but {MANIFEST} lists {listed}; copy it again")
+    if faults:
+        raise ConfigError(*faults[:10])
+    return manifest
+
+
+def parse_manifest(name: Path) -> dict[str, Any]:
+    """Returns the manifest in a file; raises ConfigError if it is corrupt."""
     try:
-        manifest = foreign.read_json(name)
+        manifest = foreign.read_json(name, max_bytes=MAX_MANIFEST_BYTES)
         version = manifest["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{name} cannot be read: {error}; prepare the folder again") from None
@@ -51,25 +67,39 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if missing:
         raise ConfigError(f"{name}: no {', '.join(sorted(missing))}; prepare the folder again")
     try:
-        sizes = _listed_sizes(manifest)
-    except (KeyError, TypeError, AttributeError) as error:
+        _listed_sizes(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{name}: is corrupt: {error!r}; prepare the folder again") from None
-    faults = []
-    for file, listed in sizes.items():
-        path = folder / file
-        size = path.stat().st_size if path.is_file() else -1
-        if size != listed:
-            state = f"has {size} bytes" if size >= 0 else "is missing"
-            faults.append(f"{path} {state}, but {MANIFEST} lists {listed}; copy it again")
-    if faults:
-        raise ConfigError(*faults[:10])
     return manifest
+
+
+class Checksums(NamedTuple):
+    """The checksums of the parts of a .bin, by which a part can be read without the rest."""
+
+    part_bytes: int  # of each part; the last may be shorter
+    crc32: np.ndarray  # (parts,) uint32
+
+
+def checksums_of(file: dict[str, Any]) -> Checksums | None:
+    """Returns the checksums in the entry of a .bin in the manifest; None: an older one has none.
+
+    Raises TypeError or ValueError if they are corrupt.
+    """
+    if "crc32" not in file:
+        return None
+    part_bytes = file["part_bytes"]
+    if not isinstance(part_bytes, int) or part_bytes < 1:
+        raise TypeError(f"part_bytes={part_bytes!r}")
+    crc32 = np.frombuffer(bytes.fromhex(file["crc32"]), ">u4")
+    if len(crc32) != -(-file["size"] // part_bytes):
+        raise ValueError(f"{len(crc32)} checksums for {file['size']} bytes")
+    return Checksums(part_bytes, crc32)
 
 
 def _listed_sizes(manifest: dict[str, Any]) -> dict[str, int]:
     """Returns the size of each file that the manifest lists.
 
-    Raises KeyError, TypeError or AttributeError for a corrupt manifest.
+    Raises KeyError, TypeError, ValueError or AttributeError for a corrupt manifest.
     """
     tokenizer_entry(manifest)
     texts = [manifest["dtype"]]
@@ -82,6 +112,7 @@ def _listed_sizes(manifest: dict[str, Any]) -> dict[str, int]:
                 raise TypeError(f"{name!r} is not the name of a file in its folder")
             sizes[name] = file["size"]
             texts.append(file["sha256"])
+            checksums_of(file)
         numbers += [shard["tokens"], shard["documents"], shard["text_bytes"]]
     numbers += sizes.values()
     if not sizes or not all(isinstance(number, int) and number >= 0 for number in numbers):

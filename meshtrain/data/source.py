@@ -82,6 +82,9 @@ class Source:
     warnings: Sequence[str] = ()  # lines to log before a run trains on it
     # First sample of a global batch that was read -> its samples without padding; None: all.
     num_samples: Callable[[int], int] | None = None
+    # Brings samples to this machine before they are read: returns when they are there, or cannot be
+    # read, which only `read` reports. Called from several threads. None: they are here.
+    prefetch: Callable[[np.ndarray], None] | None = None
     # Of data that changes during a run: returns the source of that run, which has phases. Raises
     # ConfigError if it may not resume so. None: the data depends on nothing but the sample.
     in_run: Callable[[Timeline], "Source"] | None = None

@@ -19,13 +19,15 @@ from meshtrain.data.corpus import (
     Corpus,
     is_document_start,
     load_corpus,
+    prefetch,
     read_windows,
     token_range,
 )
 from meshtrain.data.document_order import DocumentOrder
 from meshtrain.data.mixture import Shares, describe, digest, mix, permute
-from meshtrain.data.packing import load_or_pack, read_rows
+from meshtrain.data.packing import load_or_pack, ranges_of, read_rows
 from meshtrain.data.phases import Entry, first_steps, parse, parse_parts, place
+from meshtrain.data.remote import CACHE_GB
 from meshtrain.data.source import (
     Batch,
     Part,
@@ -71,6 +73,7 @@ def build(
     fim_rate: float = 0.0,
     fim_spm_rate: float = 0.5,
     fim_tokens: tuple = (),
+    cache_gb: float = CACHE_GB,
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 
@@ -99,6 +102,8 @@ def build(
     rejected; 0: there is no limit.
     A share `fim_rate` of the documents of training rows is written for filling in the middle: see
     fim.py.
+    A path may be the URL of a prepared folder on an object store; up to `cache_gb` of all data are
+    cached on the local disk.
     """
     check_sizes(seq_len, vocab_size, seed, separator)
     faults = _packing_faults(packing, shuffle_documents=shuffle_documents)
@@ -112,6 +117,7 @@ def build(
             f"data.tokenizer_path={tokenizer_path}: only data.build=meshtrain.data.chat:build "
             f"reads it"
         )
+    faults += minimum_faults(0, {"data.cache_gb": cache_gb})
     entries = _entries(path, mixture, phases)
     if faults:
         raise ConfigError(*faults)
@@ -134,6 +140,7 @@ def build(
                 vocab_size=vocab_size,
                 pattern=pattern,
                 exclude=exclude,
+                cache_gb=cache_gb,
             )
         )
     corpora = [one.corpus for one in splits]
@@ -404,12 +411,12 @@ def split_source(
         return _shuffle_key(seed, epoch, 2 * number)
 
     if packing == "best_fit":
-        read, size, kind = _packed_rows(split, seq_len, vocab_size, order_key)
+        rows = _packed_rows(split, seq_len, vocab_size, order_key)
     else:
         document_order = None
         if shuffle_documents:
             document_order = _document_order(split, seed, 2 * number)
-        read, size, kind = _window_rows(split, seq_len, vocab_size, order_key, document_order)
+        rows = _window_rows(split, seq_len, vocab_size, order_key, document_order)
     corpus, first, last = split.corpus, split.first, split.last
     documents = "" if separator >= 0 else "no document boundaries, "
     if corpus.document_starts is not None:
@@ -421,13 +428,14 @@ def split_source(
     if corpus.tokenizer_folder:
         added_bytes = functools.partial(tokenizer.added_bytes, corpus.tokenizer_folder)
     return Source(
-        lambda indices: split_documents(read(indices), separator),
-        description=f"{corpus.path}: {documents}{last - first:,} tokens, {size:,} {kind}",
+        lambda indices: split_documents(rows.read(indices), separator),
+        description=f"{corpus.path}: {documents}{last - first:,} tokens, {rows.size:,} {rows.kind}",
         baseline=unigram_entropy(sample, vocab_size),
-        size=size,
+        size=rows.size,
         token_bytes=corpus.token_bytes,
         added_bytes=added_bytes,
         identity={"data": corpus.digest, "tokenizer": corpus.tokenizer},
+        prefetch=rows.prefetch if corpus.is_remote else None,
     )
 
 
@@ -437,6 +445,7 @@ class _Rows(NamedTuple):
     read: Callable[[np.ndarray], Batch]  # of sample indices
     size: int  # rows per epoch
     kind: str  # for the description
+    prefetch: Callable[[np.ndarray], None]  # of samples whose data is on a store
 
 
 def _document_order(split: Split, seed: int, number: int) -> DocumentOrder:
@@ -485,7 +494,15 @@ def _window_rows(
             return to_batch(rows)
         return to_segmented_batch(rows, is_document_start(corpus, starts, seq_len + 1))
 
-    return _Rows(read, num_windows, f"windows of {seq_len}")
+    def prefetch_windows(indices: np.ndarray) -> None:
+        starts = split.first + seq_len * order(indices)
+        if document_order:
+            pieces = document_order.pieces(indices // num_windows, starts, seq_len + 1)
+            prefetch(corpus, pieces.starts, pieces.lengths)
+        else:
+            prefetch(corpus, starts, np.full_like(starts, seq_len + 1))
+
+    return _Rows(read, num_windows, f"windows of {seq_len}", prefetch_windows)
 
 
 def _packed_rows(
@@ -511,8 +528,11 @@ def _packed_rows(
     def read(indices: np.ndarray) -> Batch:
         return read_rows(corpus, packing, order(indices), seq_len, vocab_size)
 
+    def prefetch_pieces(indices: np.ndarray) -> None:
+        prefetch(corpus, *ranges_of(packing, order(indices)))
+
     filled = num_tokens / (num_rows * seq_len)
-    return _Rows(read, num_rows, f"rows of {seq_len}, {filled:.2%} filled")
+    return _Rows(read, num_rows, f"rows of {seq_len}, {filled:.2%} filled", prefetch_pieces)
 
 
 def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:

@@ -113,7 +113,8 @@ def make_heldout_metrics(
     def evaluate(state: TrainState) -> dict[str, float | None] | None:
         nonlocal sum_batch
         params = evaluation_params(state)
-        with open_loader(data, cfg, mesh, 0, check=check) as heldout:
+        opened = open_loader(data, cfg, mesh, 0, check=check, num_batches=num_batches)
+        with opened as heldout:
             if sum_batch is None:
                 sum_batch = jax.jit(eval_step).lower(params, heldout.peek()).compile()
                 distributed.barrier("evaluation compiled")

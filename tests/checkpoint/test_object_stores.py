@@ -1,7 +1,6 @@
 """Workdirs on object stores: servers on loopback speak the protocols of S3 and Google's."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import jax
@@ -24,20 +22,14 @@ from meshtrain.checkpoint.manifest import CorruptCheckpoint
 from meshtrain.cli import app
 from meshtrain.supervise import launch
 from meshtrain.train import train
+from tests.lib import store_servers
 from tests.lib.compare import assert_bit_equal
 from tests.lib.configs import quick
 from tests.lib.paths import ROOT
-from tests.lib.processes import free_port, wait_until_listening
+from tests.lib.processes import free_port
 from tests.lib.rows import losses, rows
 
-pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("moto", "gcp_storage_emulator", "flask"))),
-    reason="needs the servers of the extra stores",
-)
-SERVERS = {
-    "s3": ["-m", "moto.server", "-p"],
-    "gs": [str(ROOT / "tests" / "lib" / "gcs_server.py")],
-}
+pytestmark = store_servers.needed
 # argv: workdir, steps, where to be killed in the save of step 4.
 PROGRAM = """
 import os, signal, sys
@@ -84,31 +76,10 @@ def saving(steps, **settings):
     return c
 
 
-@pytest.fixture(scope="module", params=list(SERVERS))
+@pytest.fixture(scope="module", params=store_servers.KINDS)
 def server(request):
-    """Starts a server, sets the variables by which clients find it, and returns the URL."""
-    port = free_port()
-    bucket = ["bucket"] if request.param == "gs" else []
-    command = [sys.executable, *SERVERS[request.param], str(port), *bucket]
-    null = subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=ROOT, stdout=null, stderr=null)
-    address = f"http://127.0.0.1:{port}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "key")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("AWS_REGION", "us-east-1")
-        patch.setenv("AWS_ENDPOINT_URL", address)
-        patch.setenv("STORAGE_EMULATOR_HOST", address)
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
-        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
-        try:
-            wait_until_listening(process, port)
-            if not bucket:
-                urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT"))
-            yield f"{request.param}://bucket"
-        finally:
-            process.kill()
-            process.wait()
+    with store_servers.running(request.param) as url:
+        yield url
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
@@ -32,12 +32,16 @@ class Store(ThreadingHTTPServer):
     """The server; `objects` may be replaced."""
 
     daemon_threads = True
+    request_queue_size = 128  # connections that wait to be accepted; more are lost for a second
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: Objects = {}
         self.changes: list[Change] = []
         self.lock = threading.Lock()
+        self.reads: list[tuple[str, str | None]] = []  # objects and ranges that were asked for
+        # Called with both before the answer; returns an HTTP status to answer instead, or None.
+        self.before_read: Callable[[str, str | None], HTTPStatus | None] = lambda name, range: None
 
     @property
     def address(self) -> str:
@@ -108,7 +112,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with self.server.lock:
             data = self.server.objects.get(name)
-        if data is None:
+            self.server.reads.append((name, self.headers.get("Range")))
+        status = self.server.before_read(name, self.headers.get("Range"))
+        if status is not None:
+            self._answer(status)
+        elif data is None:
             self._answer(HTTPStatus.NOT_FOUND)
         elif self.headers.get("If-None-Match") == _tag(data):
             self._answer(HTTPStatus.NOT_MODIFIED, ETag=_tag(data))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from isal import isal_zlib
 
 from meshtrain import foreign, storage
 from meshtrain.data import indexed, prepared
@@ -189,6 +190,8 @@ class ShardWriter:
         self._num_faults = 0
         self._faults: list[str] = []
         self._hash = hashlib.sha256()
+        self._size = 0  # bytes written
+        self._checksums = [0]  # CRC-32 of each part; the last is of what is written so far
 
     @property
     def _partial_path(self) -> Path:
@@ -201,8 +204,19 @@ class ShardWriter:
         data = tokens.astype(self._dtype, copy=False).tobytes()
         self._file.write(data)
         self._hash.update(data)
+        self._add_checksums(data)
         self._document_tokens += len(tokens)
         self._text_bytes += text_bytes
+
+    def _add_checksums(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            room = len(self._checksums) * prepared.PART_BYTES - self._size
+            self._checksums[-1] = isal_zlib.crc32(view[:room], self._checksums[-1])
+            self._size += min(room, len(view))
+            if len(view) > room:
+                self._checksums.append(0)
+            view = view[room:]
 
     def end_document(self, next_position: Position) -> None:
         """End the current document; the next one begins at `next_position` in the inputs."""
@@ -231,6 +245,8 @@ class ShardWriter:
             files["bin"] = {
                 "size": self._tokens * self._dtype.itemsize,
                 "sha256": self._hash.hexdigest(),
+                "part_bytes": prepared.PART_BYTES,
+                "crc32": "".join(f"{checksum:08x}" for checksum in self._checksums),
             }
             files["idx"] = {"size": len(index), "sha256": hashlib.sha256(index).hexdigest()}
         # The files are on disk, so the journal may list them.
