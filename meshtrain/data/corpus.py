@@ -332,8 +332,12 @@ def read_windows(corpus: Corpus, starts_B: np.ndarray, width: int, vocab_size: i
     # The windows that lie inside a file: one gather per file.
     for file in np.unique(file_B[is_inside_B]):
         selected_B = is_inside_B & (file_B == file)
-        all_windows = _all_windows(corpus.file_tokens[file], width)
-        windows = all_windows[starts_B[selected_B] - corpus.file_offsets[file]]
+        tokens = corpus.file_tokens[file]
+        inner_starts = starts_B[selected_B] - corpus.file_offsets[file]
+        if isinstance(tokens, np.ndarray):
+            windows = _all_windows(tokens, width)[inner_starts]
+        else:  # not in memory, nor mapped
+            windows = tokens[inner_starts[:, None] + np.arange(width)]
         check_ids(corpus, windows, vocab_size)
         windows_BW[selected_B] = windows
 

@@ -54,6 +54,10 @@ def build(
     packing: str = "windows",  # older configs lack these
     mixture: tuple = (),
     tokenizer_path: str = "",
+    field: str = "text",
+    template: str = "",
+    num_workers: int = 0,  # for rows:build, as index_path
+    index_path: str = "",
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 
@@ -81,8 +85,13 @@ def build(
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
     if tokenizer_path:
         faults.append(
-            f"data.tokenizer_path={tokenizer_path}: only data.build=meshtrain.data.chat:build "
-            f"reads it"
+            f"data.tokenizer_path={tokenizer_path}: only data.build=meshtrain.data.rows:build and "
+            f"meshtrain.data.chat:build read it"
+        )
+    if template or field != "text":
+        faults.append(
+            f"data.field={field}, data.template={template!r}: only data.build="
+            f"meshtrain.data.rows:build reads them; `meshtrain prepare` has flags of these names"
         )
     paths, weights = _parse_mixture(path, mixture)
     if faults:
@@ -203,10 +212,12 @@ def split_source(
     vocab_size: int,
     seed: int,
     number: int = 0,
+    baseline: float | None = None,
 ) -> Source:
     """Returns the source of the rows of a split, which is source `number` of a mixture.
 
-    The other settings are those of `build`.
+    `baseline` is that of a Source; without it, it is estimated from the first tokens. The other
+    settings are those of `build`.
     """
 
     # Each source of a mixture has orders of its own. Else sources of the same size, perhaps the
@@ -226,14 +237,16 @@ def split_source(
         documents = f"{numbers[1] - numbers[0] + 1:,} documents, "
     if separator >= 0:
         documents += f"token {separator} ends documents, "
-    sample = token_range(corpus, first, min(last, first + ENTROPY_TOKENS))
+    if baseline is None:
+        sample = token_range(corpus, first, min(last, first + ENTROPY_TOKENS))
+        baseline = unigram_entropy(sample, vocab_size)
     added_bytes = None
     if corpus.tokenizer_folder:
         added_bytes = functools.partial(tokenizer.added_bytes, corpus.tokenizer_folder)
     return Source(
         lambda indices: split_documents(read(indices), separator),
         description=f"{corpus.path}: {documents}{last - first:,} tokens, {size:,} {kind}",
-        baseline=unigram_entropy(sample, vocab_size),
+        baseline=baseline,
         size=size,
         token_bytes=corpus.token_bytes,
         added_bytes=added_bytes,
@@ -302,7 +315,12 @@ def _packed_rows(
 
 
 def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
-    """Returns the entropy of the token frequencies, in nats: the loss without any context."""
+    """Returns the entropy of the frequencies of these tokens."""
+    return entropy(count_tokens(tokens, vocab_size))
+
+
+def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Returns how often each token below `vocab_size` occurs, (V,) int64."""
     counts = np.zeros(vocab_size, np.int64)
     chunk = 1 << 20  # tokens counted at a time
     for start in range(0, len(tokens), chunk):
@@ -310,6 +328,11 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
         is_valid = (part >= 0) & (part < vocab_size)
         # bincount accepts no uint64.
         counts += np.bincount(part[is_valid].astype(np.int64), minlength=vocab_size)
+    return counts
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Returns the entropy of the token frequencies, in nats: the loss without any context."""
     frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
 
