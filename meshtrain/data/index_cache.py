@@ -196,17 +196,21 @@ class Growing:
         prepared.write_durably(self._folder / PROGRESS, text)
         self._next_commit = time.monotonic() + COMMIT_SECONDS
 
+    def size(self, name: str) -> int:
+        """Returns the bytes of an array."""
+        return self._files[name].tell()
+
     def close(self) -> None:
         """Closes the files; an array is in the file of its name."""
         for file in self._files.values():
             file.close()
 
-    def remove(self) -> None:
-        """Removes the files, of which something else was made."""
-        self.close()
-        for name in (PROGRESS, *self._files):
-            with contextlib.suppress(FileNotFoundError):
-                (self._folder / name).unlink()
+
+def remove_parts(folder: Path, names: Sequence[str]) -> None:
+    """Removes the files of Growing, of which something else was made."""
+    for name in (PROGRESS, *names):
+        with contextlib.suppress(FileNotFoundError):
+            (folder / name).unlink()
 
 
 def write_starts(lengths: np.ndarray, path: Path) -> int:

@@ -105,7 +105,7 @@ def _measure(
         "tokens": num_tokens,
     }
     index_cache.finish(folder, [STARTS], index)
-    growing.remove()
+    index_cache.remove_parts(parts, [LENGTHS])
 
 
 def _listed(counts: np.ndarray) -> list[list[int]]:

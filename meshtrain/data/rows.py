@@ -86,11 +86,11 @@ def build(
         path,
         tokenizer_path,
         TextOf(field, template),
+        vocab_size=vocab_size,
         num_workers=num_workers,
         index_path=index_path,
     )
     corpus = rows.corpus
-    tokens.check_tokenizers([corpus], vocab_size)
     num_tokens = corpus.num_tokens
     num_train = num_tokens - math.floor(to_12_digits(num_tokens * heldout))
     source = tokens.split_source(
@@ -130,12 +130,23 @@ class Rows(NamedTuple):
 
 
 def load(
-    path: str, tokenizer_path: str, wanted: TextOf, *, num_workers: int, index_path: str
+    path: str,
+    tokenizer_path: str,
+    wanted: TextOf,
+    *,
+    vocab_size: int,
+    num_workers: int,
+    index_path: str,
 ) -> Rows:
     """Returns the rows that `path` names, after measuring their lengths if no index has them."""
     with files.report_errors(f"data.path={path}"):
         paths = row_files.find(path)
         root = Path(os.path.commonpath([file.absolute().parent for file in paths]))
+        tokenizer = tokenizers.load(tokenizer_path)
+        # Before all rows are measured.
+        faults = tokens.vocabulary_faults(path, tokenizer.vocab_size, vocab_size)
+        if faults:
+            raise ConfigError(*faults)
         # Both splits need the same rows, and the processes that read them.
         return _load(
             path,
@@ -143,7 +154,7 @@ def load(
             root=root,
             fingerprint=json.dumps(index_cache.fingerprint(paths, root)),
             tokenizer_path=tokenizer_path,
-            tokenizer_digest=tokenizers.digest(tokenizers.load(tokenizer_path)),
+            tokenizer_digest=tokenizers.digest(tokenizer),
             wanted=wanted,
             num_workers=num_workers,
             index_path=index_path,

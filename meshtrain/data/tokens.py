@@ -157,12 +157,7 @@ def check_tokenizers(corpora: list[Corpus], vocab_size: int) -> None:
     """Raises ConfigError if a tokenizer has more than `vocab_size` tokens, or if two differ."""
     faults = []
     for corpus in corpora:
-        if corpus.vocab_size > vocab_size:
-            faults.append(
-                f"data.path={corpus.path}: data.vocab_size={vocab_size} is less than the "
-                f"{corpus.vocab_size} tokens of its tokenizer; "
-                f"set model.vocab_size={corpus.vocab_size}"
-            )
+        faults += vocabulary_faults(corpus.path, corpus.vocab_size, vocab_size)
     tokenized = [corpus for corpus in corpora if corpus.tokenizer]
     for corpus in tokenized:
         if corpus.tokenizer != tokenized[0].tokenizer:
@@ -172,6 +167,16 @@ def check_tokenizers(corpora: list[Corpus], vocab_size: int) -> None:
             )
     if faults:
         raise ConfigError(*faults)
+
+
+def vocabulary_faults(path: str, num_tokens: int, vocab_size: int) -> list[str]:
+    """Returns a fault if a tokenizer has more than `vocab_size` tokens."""
+    if num_tokens <= vocab_size:
+        return []
+    return [
+        f"data.path={path}: data.vocab_size={vocab_size} is less than the {num_tokens} tokens of "
+        f"its tokenizer; set model.vocab_size={num_tokens}"
+    ]
 
 
 def _warnings(corpora: list[Corpus], dtype: str, separator: int) -> list[str]:
