@@ -248,8 +248,8 @@ def get_config() -> ConfigDict:
     # weighted mixture, (("PATH", WEIGHT), ...), instead of data.path: samples are drawn in
     # proportion to WEIGHT
     data.mixture = ()
-    # tokenizer of data.build=meshtrain.data.rows:build: "bytes", a file or a folder; and that of
-    # data.build=meshtrain.data.chat:build, with a chat template: the folder of a Hugging Face model
+    # tokenizer of data.build=meshtrain.data.rows:build: "bytes", a file or a folder; of
+    # data.build=meshtrain.data.chat:build: the folder of a Hugging Face model with a chat template
     data.tokenizer_path = ""
     data.field = "text"  # column with the text of a row (meshtrain.data.rows:build)
     # text made of several columns, instead of data.field: "{question}\n{answer}"

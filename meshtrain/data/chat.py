@@ -1,16 +1,17 @@
 """Rows of conversations, of which only the assistant's replies are learned.
 
-Conversations are read from JSON lines, written by the tokenizer's chat template, and tokenized; the
-tokens of replies have weight 1. Tokens and weights are computed once, and cached in files that are
-mapped: no process holds them in memory.
+Conversations are read from JSON lines, or from rows of Arrow, Parquet and ArrayRecord files. The
+tokenizer's chat template writes them as text; the tokens of replies have weight 1. Tokens and
+weights are computed once, and cached in files that are mapped: no process holds them in memory.
 """
 
 import dataclasses
 import functools
+import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,15 @@ import numpy as np
 
 from meshtrain import console, foreign
 from meshtrain.config.rounding import to_12_digits
-from meshtrain.data import chat_template, conversations, files, identity, index_cache, tokens
+from meshtrain.data import (
+    chat_template,
+    conversations,
+    files,
+    identity,
+    index_cache,
+    row_files,
+    tokens,
+)
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.chat_tokenizer import ConversationTokenizer
 from meshtrain.data.corpus import Corpus, concatenate_ranges
@@ -30,7 +39,10 @@ from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 
 # T tokens of all conversations, V vocabulary
 
-EXTENSIONS = (".jsonl", ".ndjson", ".json")  # files to read in a folder, perhaps with .gz
+EXTENSIONS = (".jsonl", ".ndjson", ".json")  # of JSON lines, perhaps with .gz
+# Of a table. It has `messages`, or `prompt` and `completion`; other columns are not read.
+COLUMNS = row_files.AnyOf(("messages", "prompt", "completion", "tools"))
+ROWS_AT_ONCE = 64  # rows read together
 GROUP = 1000  # conversations, and
 GROUP_BYTES = 1 << 20  # bytes of lines, that are tokenized together
 MAX_FAULTS_SHOWN = 5
@@ -58,10 +70,10 @@ def build(
 ) -> Source:
     """Returns the "train" or "heldout" split of the conversations in `path`.
 
-    `path` is a file of JSON lines, or a folder of them; `conversations.parse` says what a line
-    holds. `tokenizer_path` is a folder with a tokenizer.json and a chat template. `num_workers`
-    processes tokenize, 0: this one. `index_path` is the folder for the tokens; "": next to the
-    data.
+    `path` is a file of JSON lines, or of rows with such columns, or a folder of them;
+    `conversations.parse` says what a line holds. `tokenizer_path` is a folder with a tokenizer.json
+    and a chat template. `num_workers` processes tokenize, 0: this one. `index_path` is the folder
+    for the tokens; "": next to the data.
     A token has weight 1 if its target was written by the assistant, which includes what the
     template writes at the end of a reply. `packing` is that of tokens.py, with a conversation as a
     document. The last `heldout` fraction of the conversations is held out, at least one if it is
@@ -194,28 +206,36 @@ def load(
 
 
 def _find(path: str) -> list[Path]:
+    """Returns the files with conversations, sorted; raises ConfigError if there are none."""
     fault = files.path_fault(path)
     if fault:
         raise ConfigError(f"data.path={path}: {fault}; give a .jsonl file or a folder of them")
     paths = [Path(path)]
     is_folder = paths[0].is_dir()
+    if is_folder and any((paths[0] / name).is_file() for name in row_files.SAVED):
+        return row_files.find_in_folder(path, paths[0])
     if is_folder:
         paths, _ = files.find(paths[0], "*", key="data.path")
     faults = []
+    found = []
     for file in paths:
-        if is_folder and inputs.extension_of(file) not in EXTENSIONS:
+        if row_files.kind_of(file):
+            found.append(file)
+            continue
+        if inputs.extension_of(file) in EXTENSIONS:
+            found.append(file)
+        elif is_folder:
             continue
         fault = inputs.format_fault(file, is_named=not is_folder)
         if fault:
             faults.append(f"data.path={path}: {file} {fault}, or leave it out")
     _report_faults(faults)
-    paths = [file for file in paths if inputs.extension_of(file) in EXTENSIONS]
-    if not paths:
+    if not found:
         raise ConfigError(
-            f"data.path={path}: no file ends in {', '.join(EXTENSIONS)}; give conversations as "
-            f"JSON lines"
+            f"data.path={path}: no file ends in {', '.join(EXTENSIONS)}, .arrow or .parquet; give "
+            f"conversations as JSON lines"
         )
-    return paths
+    return found
 
 
 def _report_faults(faults: list[str], num_faults: int = 0) -> None:
@@ -312,10 +332,9 @@ def _tokenize(path: str, paths: tuple[Path, ...], workers: Workers, parts: Path)
 
 def _groups(paths: Sequence[Path], start: inputs.Position) -> Iterator[list[inputs.Record]]:
     """Yields the lines of files, which are not blank, in groups."""
-    options = inputs.ReadOptions(field="", separator="", forbidden="")
     group: list[inputs.Record] = []
     num_bytes = 0
-    for record in inputs.read_records([*paths], options, len, start):
+    for record in _read(paths, start):
         group.append(record)
         num_bytes += len(record.data)
         if len(group) >= GROUP or num_bytes >= GROUP_BYTES:
@@ -324,6 +343,32 @@ def _groups(paths: Sequence[Path], start: inputs.Position) -> Iterator[list[inpu
             num_bytes = 0
     if group:
         yield group
+
+
+def _read(paths: Sequence[Path], start: inputs.Position) -> Iterator[inputs.Record]:
+    """Yields the lines of files, which are not blank; rows of tables as lines of JSON."""
+    options = inputs.ReadOptions(field="", separator="", forbidden="")
+    for number in range(start.file, len(paths)):
+        begin = start if number == start.file else inputs.Position(file=number)
+        if row_files.kind_of(paths[number]):
+            yield from _read_rows(paths[number], begin)
+            continue
+        # Positions count the files of the list.
+        lines = [*paths[: number + 1]]
+        yield from inputs.read_records(lines, options, len, begin)
+
+
+def _read_rows(path: Path, begin: inputs.Position) -> Iterator[inputs.Record]:
+    opened = row_files.open_file(path, COLUMNS)
+    for first in range(begin.number, opened.num_rows, ROWS_AT_ONCE):
+        numbers = np.arange(first, min(first + ROWS_AT_ONCE, opened.num_rows))
+        for number, row in zip(numbers.tolist(), opened.read(numbers), strict=True):
+            after = inputs.Position(begin.file, number + 1, number + 1)
+            # What is no object is a fault of this row.
+            content = row.reason if isinstance(row, row_files.Fault) else row
+            if isinstance(row, Mapping) and row.get("messages") is not None:
+                content = {key: row[key] for key in row if key not in ("prompt", "completion")}
+            yield inputs.Record(json.dumps(content, default=str).encode(), after, 0)
 
 
 def _position(record: inputs.Record) -> inputs.Position:

@@ -30,6 +30,7 @@ GROUP_BYTES = 256 << 20  # decoded groups of rows of Parquet that a process keep
 OPEN_FILES = 64  # files that a process keeps open
 STATE = "state.json"  # of a folder that `datasets` saved: lists its files, in order
 SPLITS = "dataset_dict.json"  # of a folder of several of these
+SAVED = (STATE, SPLITS)
 SHOWN_NAMES = 8  # columns listed in a message
 
 
@@ -53,7 +54,7 @@ def find(path: str) -> list[Path]:
         fault = files.path_fault(one)
         if fault:
             raise ConfigError(f"data.path={path}: {fault}; give files of {NAMES}")
-        found += _find_in_folder(path, one) if one.is_dir() else [one]
+        found += find_in_folder(path, one) if one.is_dir() else [one]
     for file in found:
         if not kind_of(file):
             raise ConfigError(
@@ -65,7 +66,11 @@ def find(path: str) -> list[Path]:
     return [found[number] for number in order]
 
 
-def _find_in_folder(path: str, folder: Path) -> list[Path]:
+def find_in_folder(path: str, folder: Path) -> list[Path]:
+    """Returns the files with rows in a folder, sorted; those that `datasets` saved in its order.
+
+    Raises ConfigError if there are none, or several splits.
+    """
     saved = [one.parent for one in sorted(folder.rglob(SPLITS))]
     if saved:
         names = _splits(saved[0])
@@ -165,6 +170,12 @@ class TextOf:
         return text
 
 
+class AnyOf(NamedTuple):
+    """Columns of any type, of which a file may lack some."""
+
+    fields: tuple[str, ...]
+
+
 class Fault(NamedTuple):
     """Why a row cannot be used, in place of its fields."""
 
@@ -183,7 +194,7 @@ class RowFile(Protocol):
         ...
 
 
-def open_file(path: Path, wanted: TextOf, groups: "Groups | None" = None) -> RowFile:
+def open_file(path: Path, wanted: TextOf | AnyOf, groups: "Groups | None" = None) -> RowFile:
     """Returns the rows of a file; a ConfigError names a column that is missing or has no text.
 
     `groups` keeps decoded groups of rows, perhaps of several files.
@@ -232,7 +243,7 @@ def place(paths: Sequence[Path], rows: np.ndarray, number: int) -> str:
 class _ArrowFile:
     """A mapped Arrow file, or stream, as `datasets` saves."""
 
-    def __init__(self, path: Path, wanted: TextOf):
+    def __init__(self, path: Path, wanted: TextOf | AnyOf):
         self._pyarrow = import_optional("pyarrow", EXTRA)
         ipc = import_optional("pyarrow.ipc", EXTRA)
         self._path = path
@@ -293,7 +304,7 @@ def _is_compressed(path: Path, pyarrow: Any) -> bool:
 
 
 class _ParquetFile:
-    def __init__(self, path: Path, wanted: TextOf, groups: "Groups"):
+    def __init__(self, path: Path, wanted: TextOf | AnyOf, groups: "Groups"):
         self._pyarrow = import_optional("pyarrow", EXTRA)
         parquet = import_optional("pyarrow.parquet", EXTRA)
         try:
@@ -369,8 +380,10 @@ def _num_bytes(columns: Mapping[str, Any]) -> int:
 # ---- columns of both ----
 
 
-def _columns(path: Path, schema: Any, wanted: TextOf, pyarrow: Any) -> tuple[str, ...]:
+def _columns(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> tuple[str, ...]:
     """Returns the columns that hold the wanted fields; raises ConfigError for one without text."""
+    if isinstance(wanted, AnyOf):
+        return tuple(name for name in wanted.fields if name in schema.names)
     names = []
     repeated = {name for name in schema.names if schema.names.count(name) > 1}
     for field in wanted.fields:
@@ -429,7 +442,7 @@ def _take(columns: Mapping[str, Any], rows: np.ndarray) -> list[Mapping[str, Any
 class _ArrayRecordFile:
     """Records that are texts, or objects in JSON; the first record shows which."""
 
-    def __init__(self, path: Path, wanted: TextOf):
+    def __init__(self, path: Path, wanted: TextOf | AnyOf):
         module = import_optional("array_record.python.array_record_module", EXTRA)
         if not path.stat().st_size:
             raise ConfigError(f"{path}: is empty; leave it out")
@@ -443,11 +456,12 @@ class _ArrayRecordFile:
         self.bytes_per_read = 0
         first = self._reader.read([0])[0] if self.num_rows else b""
         self._is_json = first.lstrip().startswith(b"{")
-        self._field = wanted.field
-        if wanted.template and self.num_rows and not self._is_json:
+        self._field = wanted.field if isinstance(wanted, TextOf) else ""
+        has_fields = isinstance(wanted, AnyOf) or wanted.template
+        if has_fields and self.num_rows and not self._is_json:
             raise ConfigError(
-                f"{path}: data.template={wanted.template}: its records are no objects in JSON, so "
-                f"they have no fields; leave it out"
+                f"{path}: its records are no objects in JSON, so they have no fields; leave "
+                f"data.template out, or write objects"
             )
 
     def read(self, numbers: Sequence[int]) -> list[Mapping[str, Any] | Fault]:

@@ -12,6 +12,7 @@ import pytest
 
 from meshtrain.data import chat, chat_tokenizer, index_cache
 from meshtrain.errors import ConfigError
+from tests.lib import row_files
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
@@ -145,6 +146,62 @@ def test_every_faulty_line_is_named_or_counted(small_groups, num_workers, tmp_pa
     lines = [line.replace("1,", '"1",') if '"prompt": 1' in line else line for line in lines]
     (data / "a.jsonl").write_text("\n".join(lines))
     assert ": 270 conversations, " in build(data, folder, num_workers=num_workers).description
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow", "a.array_record"])
+def test_rows_of_a_table_are_conversations(name, small_groups, tmp_path, monkeypatch):
+    folder = put_template(tmp_path / "t")
+    messages = []
+    for number in range(120):
+        one = [{"role": "user", "content": f"count {number}"}]
+        one.append({"role": "assistant", "content": "so " * (number % 9), "weight": number % 2})
+        one.append({"role": "assistant", "content": "done"})
+        messages.append(one)
+    (tmp_path / "lines.jsonl").write_text(
+        "\n".join(json.dumps({"messages": one}) for one in messages)
+    )
+    expected = build(tmp_path / "lines.jsonl", folder)
+    table = {"messages": messages}
+    if not name.endswith("record"):
+        table |= {"prompt": ["not read"] * 120, "id": [*range(120)]}
+    path = row_files.write(tmp_path / "in", name, table)
+    found = build(path, folder, num_workers=1)
+    assert samples(found) == samples(expected) and found.identity == expected.identity
+    # A measurement that is killed resumes at a row.
+    monkeypatch.setattr(index_cache, "COMMIT_SECONDS", 0.0)
+    chat._load.cache_clear()
+    original = chat_tokenizer.ConversationTokenizer.__call__
+    made = []
+
+    def end_at_the_third(self, lines):
+        made.append(len(lines.arrays[1]))
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return original(self, lines)
+
+    monkeypatch.setattr(chat_tokenizer.ConversationTokenizer, "__call__", end_at_the_third)
+    again = dict(index_path=str(tmp_path / "again"))
+    with pytest.raises(KeyboardInterrupt):
+        build(path, folder, **again)
+    assert samples(build(path, folder, **again)) == samples(expected)
+    assert made == [25] * 5 + [20]
+
+
+def test_prompts_and_completions_may_be_columns(tmp_path):
+    folder = put_template(tmp_path / "t")
+    table = {"prompt": [f"count {n}" for n in range(50)], "completion": ["done"] * 50}
+    lines = [
+        json.dumps(dict(zip(table, row, strict=True))) for row in zip(*table.values(), strict=True)
+    ]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    path = row_files.write(tmp_path / "in", "a.parquet", table)
+    assert samples(build(path, folder)) == samples(build(tmp_path / "lines.jsonl", folder))
+    bad = row_files.write(tmp_path, "bad.parquet", {**table, "prompt": [*["a"] * 48, None, "b"]})
+    with pytest.raises(ConfigError, match="bad.parquet:49: has neither `messages` nor `prompt`"):
+        build(bad, folder)
+    other = row_files.write(tmp_path, "other.parquet", {"text": ["a"]})
+    with pytest.raises(ConfigError, match="other.parquet:1: has neither `messages` nor"):
+        build(other, folder)
 
 
 def test_a_vocabulary_that_is_too_small_is_reported_before_anything_is_tokenized(tmp_path):

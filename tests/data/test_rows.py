@@ -19,7 +19,7 @@ from tests.lib import row_files
 from tests.lib.configs import tiny_config
 from tests.lib.paths import ROOT
 
-pyarrow = pytest.importorskip("pyarrow", reason="needs the extra rows: pyarrow")
+pyarrow = row_files.pyarrow
 pytest.importorskip("array_record", reason="needs the extra rows: array-record")
 pytest.importorskip("tokenizers")
 

@@ -3,9 +3,10 @@
 import json
 
 import numpy as np
-import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
+import pytest
+
+pyarrow = pytest.importorskip("pyarrow", reason="needs the extra rows: pyarrow")
+pytest.importorskip("pyarrow.parquet")
 
 FORMATS = ("stream.arrow", "file.arrow", "compressed.arrow", "rows.parquet", "rows.array_record")
 
