@@ -204,10 +204,14 @@ def open_sources(folder: Path) -> dict[str, Source]:
             path=str(folder / "prepared"), packing=packing, **files, **settings
         )
     sources["raw tokens"] = tokens.build(path=str(folder / "raw.npy"), **files, **settings)
-    for name in ("arrow", "array_record", "parquet"):
-        rows._load.cache_clear()
-        sources[f"rows of {name}"] = rows.build(
-            path=str(folder / f"rows.{name}"), **tokenizer, **settings
+    for name, packing in [
+        ("arrow", "windows"),
+        ("arrow", "best_fit"),
+        ("array_record", "best_fit"),
+        ("parquet", "best_fit"),
+    ]:
+        sources[f"rows of {name}, {packing}"] = rows.build(
+            path=str(folder / f"rows.{name}"), packing=packing, **tokenizer, **settings
         )
     sources["conversations"] = chat.build(
         path=str(folder / "chat.jsonl"), packing="best_fit", **tokenizer, **settings

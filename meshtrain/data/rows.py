@@ -108,7 +108,7 @@ def build(
         baseline=tokens.entropy(rows.counts),
     )
     description = source.description.replace(" documents,", " rows,", 1)
-    warnings = [*rows.warnings, *_cost_warnings(rows, seq_len)]
+    warnings = [*rows.warnings, *_cost_warnings(rows, packing, seq_len)]
     return dataclasses.replace(source, description=description, warnings=warnings)
 
 
@@ -124,7 +124,6 @@ class Rows(NamedTuple):
 
     corpus: Corpus
     counts: np.ndarray  # (V,) int64: how often each token occurs
-    tokens_per_row: float  # the mean, weighted by tokens: of the row that a random token lies in
     bytes_per_read: int  # the most that are decompressed for one row
     warnings: list[str]
 
@@ -221,7 +220,6 @@ def _load(
     return Rows(
         corpus,
         index.counts,
-        tokens_per_row=_tokens_per_row(index.starts),
         bytes_per_read=bytes_per_read,
         warnings=[*tokenizer.warnings],
     )
@@ -231,24 +229,16 @@ def _digest(*digests: str) -> str:
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def _tokens_per_row(starts: np.ndarray) -> float:
-    total = 0.0
-    for first in range(0, len(starts) - 1, index_cache.CHUNK):
-        lengths = np.diff(starts[first : first + index_cache.CHUNK + 1]).astype(np.float64)
-        total += float(lengths @ lengths)
-    return total / float(starts[-1])
-
-
-def _cost_warnings(rows: Rows, seq_len: int) -> list[str]:
+def _cost_warnings(rows: Rows, packing: str, seq_len: int) -> list[str]:
     """Returns lines about rows of which a sample needs a small part."""
     warnings = []
     path = rows.corpus.path
-    extra = 1 + rows.tokens_per_row / seq_len
+    extra = _tokenized_per_token(rows.corpus.document_starts, packing, seq_len)
     if extra > MAX_EXTRA:
         warnings.append(
-            f"data.path={path}: most tokens are in rows of about {rows.tokens_per_row:,.0f}, and a "
-            f"sample of {seq_len:,} tokens tokenizes all of a row: {extra:.0f} times what it "
-            f"needs; `meshtrain prepare` tokenizes each row once"
+            f"data.path={path}: rows are long, and a sample of data.seq_len={seq_len} tokenizes "
+            f"all of each row that it has a part of: {extra:.0f} times what it needs; `meshtrain "
+            f"prepare` tokenizes each row once"
         )
     if rows.bytes_per_read > MAX_GROUP_BYTES:
         warnings.append(
@@ -257,3 +247,20 @@ def _cost_warnings(rows: Rows, seq_len: int) -> list[str]:
             f"or Arrow files, or use `meshtrain prepare`"
         )
     return warnings
+
+
+def _tokenized_per_token(starts: np.ndarray, packing: str, seq_len: int) -> float:
+    """Returns how many tokens are tokenized for a token of a sample, about.
+
+    A row of l tokens lies in (l + S) / S windows of S tokens on average; packed, in ceil(l / S)
+    pieces. All of it is tokenized for each.
+    """
+    tokenized = 0.0
+    for first in range(0, len(starts) - 1, index_cache.CHUNK):
+        lengths = np.diff(starts[first : first + index_cache.CHUNK + 1]).astype(np.float64)
+        if packing == "best_fit":
+            num_samples = np.ceil(lengths / seq_len)
+        else:
+            num_samples = (lengths + seq_len) / seq_len
+        tokenized += float(lengths @ num_samples)
+    return tokenized / float(starts[-1])
