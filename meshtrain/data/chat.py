@@ -213,7 +213,7 @@ def _find(path: str) -> list[Path]:
     paths = [Path(path)]
     is_folder = paths[0].is_dir()
     if is_folder and any((paths[0] / name).is_file() for name in row_files.SAVED):
-        return row_files.find_in_folder(path, paths[0])
+        return [file for together in row_files.find_in_folder(path, paths[0]) for file in together]
     if is_folder:
         paths, _ = files.find(paths[0], "*", key="data.path")
     faults = []
@@ -355,7 +355,10 @@ def _read(paths: Sequence[Path], start: inputs.Position) -> Iterator[inputs.Reco
             continue
         # Positions count the files of the list.
         lines = [*paths[: number + 1]]
-        yield from inputs.read_records(lines, options, len, begin)
+        for record in inputs.read_records(lines, options, len, begin):
+            if not isinstance(record.data, bytes):
+                record = record._replace(data=json.dumps(record.data).encode())
+            yield record
 
 
 def _read_rows(path: Path, begin: inputs.Position) -> Iterator[inputs.Record]:

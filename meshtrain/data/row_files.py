@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from meshtrain import foreign
-from meshtrain.data import files
+from meshtrain.data import files, formats
 from meshtrain.data import template as templates
 from meshtrain.errors import ConfigError, import_optional
 
@@ -40,22 +40,22 @@ SHOWN_NAMES = 8  # columns listed in a message
 def find(path: str) -> list[Path]:
     """Returns the files with rows that `path` names: a file, a folder, or a pattern with * or ?.
 
-    The files of a folder or a pattern are in the order in which `meshtrain prepare` reads them:
-    shuffled with a fixed seed, since training may hold out the end. Raises ConfigError if there are
-    none, or for another format.
+    They are in the order in which `meshtrain prepare` reads them: shuffled with a fixed seed, since
+    training may hold out the end; the files of a saved dataset follow each other. Raises
+    ConfigError if there are none, or for another format.
     """
     paths = [Path(path)]
     if files.path_fault(path) and any(letter in path for letter in "*?["):
         paths = [Path(one) for one in sorted(glob.glob(path, recursive=True))]
         if not paths:
             raise ConfigError(f"data.path={path}: no files match this pattern")
-    found = []
+    found: list[list[Path]] = []
     for one in paths:
         fault = files.path_fault(one)
         if fault:
             raise ConfigError(f"data.path={path}: {fault}; give files of {NAMES}")
-        found += find_in_folder(path, one) if one.is_dir() else [one]
-    for file in found:
+        found += find_in_folder(path, one) if one.is_dir() else [[one]]
+    for file in (file for together in found for file in together):
         if not kind_of(file):
             raise ConfigError(
                 f"data.path={path}: {file} is no file of {NAMES}; tokenize other formats with "
@@ -63,11 +63,11 @@ def find(path: str) -> list[Path]:
                 f"data.build=meshtrain.data.tokens:build"
             )
     order = np.random.default_rng(0).permutation(len(found))
-    return [found[number] for number in order]
+    return [file for number in order for file in found[number]]
 
 
-def find_in_folder(path: str, folder: Path) -> list[Path]:
-    """Returns the files with rows in a folder, sorted; those that `datasets` saved in its order.
+def find_in_folder(path: str, folder: Path) -> list[list[Path]]:
+    """Returns the files with rows in a folder, sorted; those of a saved dataset are together.
 
     Raises ConfigError if there are none, or several splits.
     """
@@ -79,16 +79,20 @@ def find_in_folder(path: str, folder: Path) -> list[Path]:
             f"data.path={path}: {saved[0]} has the splits {', '.join(names)}; give the folder of "
             f"one: {listed}"
         )
-    if (folder / STATE).is_file():
-        listed = _listed_files(folder)
-        if listed:
-            return listed
-    found, _ = files.find(folder, "*", key="data.path")
-    # `datasets` keeps what it has computed beside the data.
-    found = [one for one in found if _kind_by_name(one) and not one.name.startswith("cache-")]
-    if not found:
+    paths, _ = files.find(folder, "*", key="data.path")
+    found: list[list[Path]] = []
+    done: set[Path] = set()
+    for file in paths:
+        if (file.parent / STATE).is_file():
+            if file.parent not in done:
+                done.add(file.parent)
+                found.append(_listed_files(file.parent))
+        # `datasets` keeps what it has computed next to the data.
+        elif _kind_by_name(file) and not file.name.startswith("cache-"):
+            found.append([file])
+    if not any(found):
         raise ConfigError(f"data.path={path}: no file in it is {NAMES}")
-    return found
+    return [together for together in found if together]
 
 
 def _splits(folder: Path) -> list[str]:
@@ -455,7 +459,12 @@ class _ArrayRecordFile:
         self.units = _units(self.num_rows)
         self.bytes_per_read = 0
         first = self._reader.read([0])[0] if self.num_rows else b""
-        self._is_json = first.lstrip().startswith(b"{")
+        if _is_example(first):
+            raise ConfigError(
+                f"{path}: its records are tf.train.Example, which need TensorFlow; write their "
+                f"text as UTF-8 or as objects in JSON instead"
+            )
+        self._is_json = formats.is_json_object(first)
         self._field = wanted.field if isinstance(wanted, TextOf) else ""
         has_fields = isinstance(wanted, AnyOf) or wanted.template
         if has_fields and self.num_rows and not self._is_json:
@@ -485,3 +494,19 @@ class _ArrayRecordFile:
                 f"invalid UTF-8 at byte {error.start}; records are read as texts, or as objects in "
                 f"JSON"
             )
+
+
+def _is_example(record: bytes) -> bool:
+    """Returns whether a record looks like tf.train.Example.
+
+    That is one message of Protocol Buffers, field 1: the byte 10 and the size of the rest, 7 bits
+    in each byte, the lowest first.
+    """
+    if not record.startswith(b"\n"):
+        return False
+    size = 0
+    for count, byte in enumerate(record[1:6]):
+        size |= (byte & 0x7F) << (7 * count)
+        if byte < 0x80:
+            return size == len(record) - count - 2 > 0
+    return False

@@ -175,6 +175,19 @@ def test_records_that_are_texts_have_no_fields(made, tmp_path):
         build(path, made, template="{text}")
 
 
+def test_records_of_tensorflow_are_no_texts(made, tmp_path):
+    from array_record.python import array_record_module
+
+    path = tmp_path / "a.array_record"
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    writer.write(b"\n\x0e\n\x0c\n\x04text\x12\x04\n\x02\n\x00")
+    writer.close()
+    with pytest.raises(
+        ConfigError, match="its records are tf.train.Example, which need TensorFlow"
+    ):
+        build(path, made)
+
+
 def test_a_folder_that_datasets_saved_has_its_files_in_order(made, tmp_path):
     datasets = pytest.importorskip("datasets", reason="needs the package datasets")
     table = {"text": row_files.texts(), "n": list(range(400))}
@@ -183,6 +196,9 @@ def test_a_folder_that_datasets_saved_has_its_files_in_order(made, tmp_path):
     assert_same_samples(
         build(tmp_path / "one", made), build(made / "in" / "stream.arrow", made), 30
     )
+    # Several files follow each other in its order, not in a random one.
+    saved.save_to_disk(tmp_path / "parts", num_shards=5)
+    assert_same_samples(build(tmp_path / "parts", made), build(tmp_path / "one", made), 30)
     # What it caches next to the data is no data.
     shutil.copy(tmp_path / "one" / "data-00000-of-00001.arrow", tmp_path / "one" / "cache-1.arrow")
     assert build(tmp_path / "one", made).size == build(made / "in" / "stream.arrow", made).size
