@@ -16,6 +16,7 @@ from meshtrain import console, hardware
 from meshtrain.cluster import distributed, progress, runtime, signals
 from meshtrain.config.parse import on_devices, parse
 from meshtrain.config.schema import Config
+from meshtrain.data import map_dataset
 from meshtrain.data.loader import peek, rows_of_epoch
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import EXIT_PREEMPTED
@@ -61,7 +62,8 @@ def train(
 
     If there are checkpoints and all are corrupt, it raises ConfigError, or starts at step 0 with
     `from_scratch`. `model` and `data` replace those that the config names; an iterable yields
-    global batches (see `data.loader.from_iterable`). Without `workdir` nothing is saved. On process
+    global batches (see `data.loader.from_iterable`), and a grain.MapDataset is read by index (see
+    `data.map_dataset`). Without `workdir` nothing is saved. On process
     0 `on_metrics` gets the rows of metrics.jsonl. Raises ConfigError for mistakes of the user;
     FloatingPointError after `divergence.max_skips` steps in a row whose loss or gradient is not
     finite; `health.CorruptState` if replicas of the state differ.
@@ -77,7 +79,7 @@ def train(
         runtime.initialize()
         with distributed.raise_on_all_processes():
             check_model(model)
-            cfg, data, num_rows = _resolve(config, model, data)
+            cfg, data, eval_data, num_rows = _resolve(config, model, data, eval_data)
         # Handed on without names here: this frame, which an error holds, would hold the state.
         return _train(
             *open_run(
@@ -100,27 +102,31 @@ def _resolve(
     config: Config | Mapping[str, Any],
     model: Model | None,
     data: Source | Iterable[Any] | None,
-) -> tuple[Config, Source | Iterable[Any] | None, int | None]:
+    eval_data: Source | Iterable[Any] | None,
+) -> tuple[Config, Source | Iterable[Any] | None, Source | Iterable[Any] | None, int | None]:
     """Returns the typed config, on the devices of this job, the caller's data, and its rows.
 
-    These are `rows_of_epoch`.
+    These are `rows_of_epoch` of `data`. A grain.MapDataset becomes a Source.
     """
     cfg = parse(config)
     if model is not None:
         cfg = cfg.of_own_model()
     batch, num_rows = None, None
+    is_per_process = cfg.data.options.get("per_process")
+    if not is_per_process:
+        data, eval_data = map_dataset.as_source(data), map_dataset.as_source(eval_data)
     if data is not None:
         batch, data = peek(data)
         # Of the other processes' own rows nothing is known here.
-        if not cfg.data.options.get("per_process"):
+        if not is_per_process:
             num_rows = rows_of_epoch(data, batch)
         cfg = cfg.of_own_data(seq_len=batch.tokens.shape[1] if isinstance(batch, Batch) else None)
     if cfg.mesh.auto:
         # Loaded when it is used: training starts without the planner.
         from meshtrain.tools.plan import auto
 
-        return auto.resolve(cfg, model=model, batch=batch), data, num_rows
-    return on_devices(cfg, jax.device_count()), data, num_rows
+        return auto.resolve(cfg, model=model, batch=batch), data, eval_data, num_rows
+    return on_devices(cfg, jax.device_count()), data, eval_data, num_rows
 
 
 def _train(run: Run, state: TrainState) -> Result:

@@ -22,6 +22,7 @@ BUILDERS = {
     "data": (
         "meshtrain.data.tokens:build",
         "meshtrain.data.chat:build",
+        "meshtrain.data.rows:build",
         "meshtrain.data.synthetic:build",
     ),
     "optim": (

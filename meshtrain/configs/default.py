@@ -262,9 +262,17 @@ def get_config() -> ConfigDict:
     # most passes over each path of the data: a run that would read one more often is rejected;
     # 0: any number
     data.max_epochs = 0.0
-    # tokenizer with a chat template, of data.build=meshtrain.data.chat:build: the folder of a
-    # Hugging Face model
+    # tokenizer of data.build=meshtrain.data.rows:build: "bytes", a file or a folder; of
+    # data.build=meshtrain.data.chat:build: the folder of a Hugging Face model with a chat template
     data.tokenizer_path = ""
+    data.field = "text"  # column with the text of a row (meshtrain.data.rows:build)
+    # text made of several columns, instead of data.field: "{question}\n{answer}"
+    data.template = ""
+    # processes that read and tokenize rows and conversations; 0: the process that trains
+    data.num_workers = 2
+    # folder for what is computed once from rows and conversations, such as the lengths of all rows;
+    # "": .meshtrain next to the data, else the user's cache
+    data.index_path = ""
     # how rows are filled: "windows", the stream of tokens is split every seq_len tokens;
     # "best_fit", rows hold complete documents, and only documents longer than seq_len are split
     data.packing = "windows"

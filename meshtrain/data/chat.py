@@ -1,46 +1,56 @@
 """Rows of conversations, of which only the assistant's replies are learned.
 
-Conversations are read from JSON lines, written by the tokenizer's chat template, and tokenized; the
-tokens of replies have weight 1.
+Conversations are read from JSON lines, or from rows of Arrow, Parquet and ArrayRecord files. The
+tokenizer's chat template writes them as text; the tokens of replies have weight 1. Tokens and
+weights are computed once, and cached in files that are mapped: no process holds them in memory.
 """
 
 import dataclasses
-import datetime
 import functools
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtrain import foreign
+from meshtrain import console, foreign
 from meshtrain.config.rounding import to_12_digits
-from meshtrain.data import chat_template, files, identity, tokens
+from meshtrain.data import (
+    chat_template,
+    conversations,
+    files,
+    identity,
+    index_cache,
+    row_files,
+    tokens,
+)
 from meshtrain.data import tokenizer as tokenizers
-from meshtrain.data.chat_template import ChatTemplate, Span
-from meshtrain.data.corpus import Corpus
+from meshtrain.data.chat_tokenizer import ConversationTokenizer
+from meshtrain.data.corpus import Corpus, concatenate_ranges
 from meshtrain.data.prepare import inputs
 from meshtrain.data.source import Batch, Source, check_sizes
-from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import ConfigError, choice_faults
+from meshtrain.data.workers import Message, Workers
+from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 
-# T tokens of a text, or of all conversations
+# T tokens of all conversations, V vocabulary
 
-EXTENSIONS = (".jsonl", ".ndjson", ".json")  # files to read in a folder, perhaps with .gz
-
-# What `strftime_now` of a template writes into the training data: the default of Llama's templates.
-# With the current date the data of a run that resumes tomorrow would differ.
-DATE = datetime.datetime(2024, 7, 26)
-GROUP = 1000  # conversations that are tokenized together
-
-# Keys of a message in OpenAI's format; templates may read further ones.
-MESSAGE_KEYS = {
-    *("role", "content", "name", "weight", "tool_calls", "tool_call_id"),
-    *chat_template.REASONING,
-}
-
+EXTENSIONS = (".jsonl", ".ndjson", ".json")  # of JSON lines, perhaps with .gz
+# Of a table. It has `messages`, or `prompt` and `completion`; other columns are not read.
+COLUMNS = row_files.AnyOf(("messages", "prompt", "completion", "tools"))
+ROWS_AT_ONCE = 64  # rows read together
+GROUP = 1000  # conversations, and
+GROUP_BYTES = 1 << 20  # bytes of lines, that are tokenized together
 MAX_FAULTS_SHOWN = 5
+
+# The cached files. While they are computed, the conversations are in the order of the lines.
+FORMAT = 1
+TOKENS, LEARNED, STARTS = "tokens", "learned", "starts.npy"  # int32, uint8, int64
+PARTS = ("tokens.part", "learned.part", "lengths.part")  # int32, uint8, int64
 
 
 def build(
@@ -54,36 +64,52 @@ def build(
     split: str,
     packing: str = "windows",
     mixture: tuple = (),
-    **unused,
+    num_workers: int = 0,
+    index_path: str = "",
+    heldout_path: str = "",
+    **unread,
 ) -> Source:
     """Returns the "train" or "heldout" split of the conversations in `path`.
 
-    `path` is a file of JSON lines, or a folder of them; `read_conversations` says what a line
-    holds. `tokenizer_path` is a folder with a tokenizer.json and a chat template.
+    `path` is a file of JSON lines, or of rows with such columns, or a folder of them;
+    `conversations.parse` says what a line holds. `tokenizer_path` is a folder with a tokenizer.json
+    and a chat template. `num_workers` processes tokenize, 0: this one. `index_path` is the folder
+    for the tokens; "": next to the data.
     A token has weight 1 if its target was written by the assistant, which includes what the
     template writes at the end of a reply. `packing` is that of tokens.py, with a conversation as a
     document. The last `heldout` fraction of the conversations is held out, at least one if it is
-    above 0. Raises ConfigError if the data is unusable.
+    above 0; with `heldout_path` all of that is instead. Raises ConfigError if the data is unusable.
     """
     check_sizes(seq_len, vocab_size, seed)
     faults = choice_faults("data.packing", packing, tokens.PACKINGS)
+    faults += minimum_faults(0, {"data.num_workers": num_workers})
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
     if mixture:
         faults.append(f"data.mixture={mixture}: put the conversations into one folder, data.path")
     if not tokenizer_path:
         faults.append("data.tokenizer_path is empty: give the folder of the model's tokenizer")
+    faults += tokens.unread_faults("meshtrain.data.chat:build", unread)
     if faults:
         raise ConfigError(*faults)
+    if heldout_path:
+        path, heldout = (path, 0.0) if split == "train" else (heldout_path, 1.0)
 
-    learned = load(path, tokenizer_path)
+    learned = load(
+        path,
+        tokenizer_path,
+        vocab_size=vocab_size,
+        num_workers=num_workers,
+        index_path=index_path,
+    )
     corpus = learned.corpus
-    tokens.check_tokenizers([corpus], vocab_size)
     starts = corpus.document_starts
     num_conversations = len(starts) - 1
     num_train = num_conversations - math.ceil(to_12_digits(num_conversations * heldout))
     border = int(starts[num_train])
     first, last = (0, border) if split == "train" else (border, corpus.num_tokens)
+
+    counts = _count_learned(learned, first, last, vocab_size)
 
     def rows_of(corpus: Corpus) -> Source:
         name = f"the {split} split of data.heldout={heldout}"
@@ -94,6 +120,7 @@ def build(
             seq_len=seq_len,
             vocab_size=vocab_size,
             seed=seed,
+            baseline=tokens.entropy(counts),
         )
 
     source = rows_of(corpus)
@@ -104,15 +131,12 @@ def build(
         # In the same rows, with marks for tokens, the targets say whether the next one is learned.
         return batch._replace(weights=batch.weights * marks.read(indices).targets)
 
-    (all_tokens,) = corpus.file_tokens
-    is_learned = learned.is_learned[first:last] > 0
-    learned_tokens = all_tokens[first:last][is_learned]
+    share = counts.sum() / (last - first)
     description = source.description.replace(" documents,", " conversations,", 1)
     return dataclasses.replace(
         source,
         read=read,
-        description=f"{description}, {is_learned.mean():.2%} of the tokens learned",
-        baseline=tokens.unigram_entropy(learned_tokens, vocab_size),
+        description=f"{description}, {share:.2%} of the tokens learned",
         warnings=[*learned.warnings, *_length_warnings(starts, packing, seq_len)],
     )
 
@@ -137,332 +161,260 @@ def _length_warnings(starts: np.ndarray, packing: str, seq_len: int) -> list[str
 
 
 class Learned(NamedTuple):
-    """Conversations as one stream of tokens, shuffled with a fixed seed."""
+    """Conversations as one stream of tokens, shuffled with a fixed seed; its arrays are mapped."""
 
     corpus: Corpus
     is_learned: np.ndarray  # (T,) uint8: the assistant wrote the token
     warnings: list[str]
 
 
-def load(path: str, tokenizer_path: str) -> Learned:
+def load(
+    path: str, tokenizer_path: str, *, vocab_size: int, num_workers: int = 0, index_path: str = ""
+) -> Learned:
     """Returns the conversations in a file or a folder; a ConfigError names every faulty line."""
     with files.report_errors(f"data.path={path}"):
         paths = _find(path)
-        # Both splits need the same conversations, which are tokenized once.
-        return _load(path, tuple(paths), inputs.fingerprint(paths), tokenizer_path)
+        root = Path(os.path.commonpath([file.absolute().parent for file in paths]))
+        tokenizer = tokenizers.load(tokenizer_path)
+        if tokenizer.file is None or tokenizer.kind != "huggingface":
+            raise ConfigError(
+                f"data.tokenizer_path={tokenizer_path}: chat templates need a tokenizer.json, and "
+                f"this is a {tokenizer.kind} tokenizer; give the folder of a Hugging Face model"
+            )
+        # What is wrong with the settings is reported before all conversations are tokenized.
+        template = chat_template.load(tokenizer.file.parent, now=conversations.DATE)
+        faults = tokens.vocabulary_faults(path, tokenizer.vocab_size, vocab_size)
+        if faults:
+            raise ConfigError(*faults)
+        what = [
+            FORMAT,
+            index_cache.fingerprint(paths, root),
+            tokenizers.digest(tokenizer),
+            template.digest,
+        ]
+        # Both splits need the same conversations.
+        corpus, is_learned = _load(
+            path,
+            tuple(paths),
+            tokenizer_path=tokenizer_path,
+            num_workers=num_workers,
+            folder=index_cache.folder_for(root, index_path, f"chat-{index_cache.key_of(what)}"),
+        )
+    warnings = [*tokenizer.warnings]
+    if template.reads_clock:
+        warnings.append(
+            f"data.path={path}: the chat template asks for the date; the training data says "
+            f"{conversations.DATE:%d %b %Y}"
+        )
+    return Learned(corpus, is_learned, warnings)
 
 
 def _find(path: str) -> list[Path]:
+    """Returns the files with conversations, sorted; raises ConfigError if there are none."""
     fault = files.path_fault(path)
     if fault:
         raise ConfigError(f"data.path={path}: {fault}; give a .jsonl file or a folder of them")
     paths = [Path(path)]
     is_folder = paths[0].is_dir()
+    if is_folder and any((paths[0] / name).is_file() for name in row_files.SAVED):
+        return [file for together in row_files.find_in_folder(path, paths[0]) for file in together]
     if is_folder:
         paths, _ = files.find(paths[0], "*", key="data.path")
     faults = []
+    found = []
     for file in paths:
-        if is_folder and inputs.extension_of(file) not in EXTENSIONS:
+        if row_files.kind_of(file):
+            found.append(file)
+            continue
+        if inputs.extension_of(file) in EXTENSIONS:
+            found.append(file)
+        elif is_folder:
             continue
         fault = inputs.format_fault(file, is_named=not is_folder)
         if fault:
             faults.append(f"data.path={path}: {file} {fault}, or leave it out")
     _report_faults(faults)
-    paths = [file for file in paths if inputs.extension_of(file) in EXTENSIONS]
-    if not paths:
+    if not found:
         raise ConfigError(
-            f"data.path={path}: no file ends in {', '.join(EXTENSIONS)}; give conversations as "
-            f"JSON lines"
+            f"data.path={path}: no file ends in {', '.join(EXTENSIONS)}, .arrow or .parquet; give "
+            f"conversations as JSON lines"
         )
-    return paths
+    return found
+
+
+def _report_faults(faults: list[str], num_faults: int = 0) -> None:
+    """Raises ConfigError with the first faults, if there are any; `num_faults` counts all."""
+    if not faults:
+        return
+    num_more = max(num_faults, len(faults)) - MAX_FAULTS_SHOWN
+    more = [f"and {num_more} more"] if num_more > 0 else []
+    raise ConfigError(*faults[:MAX_FAULTS_SHOWN], *more)
 
 
 @functools.lru_cache(maxsize=1)
-def _load(path: str, paths: tuple[Path, ...], fingerprint: str, tokenizer_path: str) -> Learned:
-    """Returns the conversations in files; the fingerprint tells changed files from cached ones."""
+def _load(
+    path: str, paths: tuple[Path, ...], *, tokenizer_path: str, num_workers: int, folder: Path
+) -> tuple[Corpus, np.ndarray]:
+    """Returns the conversations in files, and (T,) whether the assistant wrote the tokens.
+
+    The name of `folder` depends on the files and the tokenizer.
+    """
     tokenizer = tokenizers.load(tokenizer_path)
-    if tokenizer.file is None or tokenizer.kind != "huggingface":
-        raise ConfigError(
-            f"data.tokenizer_path={tokenizer_path}: chat templates need a tokenizer.json, and this "
-            f"is a {tokenizer.kind} tokenizer; give the folder of a Hugging Face model"
+
+    def read(folder: Path, index: dict[str, Any]) -> tuple[Corpus, np.ndarray]:
+        stream = index_cache.map_file(folder / TOKENS, "<i4")
+        is_learned = index_cache.map_file(folder / LEARNED, "u1")
+        starts = np.asarray(foreign.map_npy(folder / STARTS))
+        if starts.dtype != np.int64 or not len(stream) == len(is_learned) == starts[-1]:
+            raise ValueError("its files do not fit together")
+        corpus = Corpus(
+            path,
+            files=[path],
+            file_tokens=[stream],
+            file_offsets=np.array([0, len(stream)]),
+            document_starts=starts,
+            digest=index["digest"],
+            tokenizer=tokenizers.digest(tokenizer),
+            vocab_size=tokenizer.vocab_size,
+            token_bytes=tokenizer.token_bytes(),
+            cache_prefix=str(folder / "all"),
         )
-    template = chat_template.load(tokenizer.file.parent, now=DATE)
-    texts = []
-    spans = []
-    faults = []
-    for place, conversation in read_conversations([*paths]):
-        try:
-            _check_keys(template, conversation)
-            text, text_spans = render(template, conversation)
-        except ConfigError:
-            raise  # the template's own fault
-        except ValueError as error:
-            faults.append(f"{place}: {error}")
-            continue
-        texts.append(text)
-        spans.append(text_spans)
-    _report_faults(faults)
-    if not texts:
+        return corpus, is_learned
+
+    def build(folder: Path, parts: Path) -> None:
+        with closing(Workers(ConversationTokenizer, settings, num_workers)) as workers:
+            _tokenize(path, paths, workers, parts)
+        _shuffle(parts, folder)
+
+    settings = {"tokenizer_path": tokenizer_path}
+    return index_cache.load_or_build(folder, read, build)
+
+
+def _tokenize(path: str, paths: tuple[Path, ...], workers: Workers, parts: Path) -> None:
+    """Writes PARTS, resuming after the last commit; a ConfigError names every faulty line."""
+    num_bytes = sum(file.stat().st_size for file in paths)
+    places: deque[list[str]] = deque()  # FILE:LINE of the lines that are being tokenized
+    positions: deque[inputs.Position] = deque()  # after these
+    faults: list[str] = []
+    num_faults = 0
+    num_conversations = 0
+
+    def requests(start: inputs.Position) -> Iterator[Message]:
+        for records in _groups(paths, start):
+            positions.append(records[-1].next_position)
+            places.append([f"{paths[at.file]}:{at.number}" for at in map(_position, records)])
+            lines = b"".join(record.data for record in records)
+            lengths = np.array([len(record.data) for record in records], np.int64)
+            advance(sum(map(len, (record.data for record in records))))
+            yield Message(None, [np.frombuffer(lines, np.uint8), lengths])
+
+    with (
+        closing(index_cache.Growing(parts, PARTS)) as growing,
+        console.progress("tokenizing conversations", num_bytes, stream="stdout") as advance,
+    ):
+        start = inputs.Position(*growing.state) if growing.state else inputs.START
+        num_conversations = growing.size(PARTS[2])
+        for result in workers.map(requests(start)):
+            where = places.popleft()
+            position = positions.popleft()
+            num_faults += len(result.value)
+            for number, fault in result.value[:MAX_FAULTS_SHOWN]:
+                faults.append(f"{where[number]}: {fault}")
+            if faults:
+                continue  # only to name the others
+            for name, array in zip(PARTS, result.arrays, strict=True):
+                growing.append(name, array)
+            num_conversations += len(where)
+            if growing.is_due():
+                growing.commit(position)
+    _report_faults(faults, num_faults)
+    if not num_conversations:
         raise ConfigError(
             f"data.path={path}: holds no conversation; give JSON lines with `messages`"
         )
-    corpus, is_learned = _tokenize(path, tokenizer, texts, spans)
-    warnings = [*tokenizer.warnings]
-    if template.reads_clock:
-        warnings.append(
-            f"data.path={path}: the chat template asks for the date; the training data says "
-            f"{DATE:%d %b %Y}"
-        )
-    return Learned(corpus, is_learned, warnings)
 
 
-def _tokenize(
-    path: str, tokenizer: Tokenizer, texts: list[str], spans: list[list[Span]]
-) -> tuple[Corpus, np.ndarray]:
-    """Returns the shuffled texts as a corpus, and whether each token is in a span (T,) uint8."""
-    # A fixed seed, so that the held-out end is a fair sample, and the same on every machine.
-    order = np.random.default_rng(0).permutation(len(texts))
-    encode = reply_encoder(tokenizer.file)
-    num_groups = -(-len(order) // GROUP)
-    ids = []
-    masks = []
-    for group in np.array_split(order, num_groups):
-        encoded = encode([texts[number] for number in group])
-        for number, (text_ids, offsets) in zip(group, encoded, strict=True):
-            ids.append(text_ids)
-            masks.append(is_inside(offsets, spans[number]))
-    starts = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    stream = np.concatenate(ids)
-    is_learned = np.concatenate(masks).astype(np.uint8)
+def _groups(paths: Sequence[Path], start: inputs.Position) -> Iterator[list[inputs.Record]]:
+    """Yields the lines of files, which are not blank, in groups."""
+    group: list[inputs.Record] = []
+    num_bytes = 0
+    for record in _read(paths, start):
+        group.append(record)
+        num_bytes += len(record.data)
+        if len(group) >= GROUP or num_bytes >= GROUP_BYTES:
+            yield group
+            group = []
+            num_bytes = 0
+    if group:
+        yield group
+
+
+def _read(paths: Sequence[Path], start: inputs.Position) -> Iterator[inputs.Record]:
+    """Yields the lines of files, which are not blank; rows of tables as lines of JSON."""
+    options = inputs.ReadOptions(field="", separator="", forbidden="")
+    for number in range(start.file, len(paths)):
+        begin = start if number == start.file else inputs.Position(file=number)
+        if row_files.kind_of(paths[number]):
+            yield from _read_rows(paths[number], begin)
+            continue
+        # Positions count the files of the list.
+        lines = [*paths[: number + 1]]
+        for record in inputs.read_records(lines, options, len, begin):
+            if not isinstance(record.data, bytes):
+                record = record._replace(data=json.dumps(record.data).encode())
+            yield record
+
+
+def _read_rows(path: Path, begin: inputs.Position) -> Iterator[inputs.Record]:
+    opened = row_files.open_file(path, COLUMNS)
+    for first in range(begin.number, opened.num_rows, ROWS_AT_ONCE):
+        numbers = np.arange(first, min(first + ROWS_AT_ONCE, opened.num_rows))
+        for number, row in zip(numbers.tolist(), opened.read(numbers), strict=True):
+            after = inputs.Position(begin.file, number + 1, number + 1)
+            # What is no object is a fault of this row.
+            content = row.reason if isinstance(row, row_files.Fault) else row
+            if isinstance(row, Mapping) and row.get("messages") is not None:
+                content = {key: row[key] for key in row if key not in ("prompt", "completion")}
+            yield inputs.Record(json.dumps(content, default=str).encode(), after, 0)
+
+
+def _position(record: inputs.Record) -> inputs.Position:
+    return record.next_position
+
+
+def _shuffle(parts: Path, folder: Path) -> None:
+    """Writes the conversations of PARTS in random order, with a fixed seed.
+
+    The held-out end is then a fair sample, and the same on every machine.
+    """
+    stream = index_cache.map_file(parts / PARTS[0], "<i4")
+    is_learned = index_cache.map_file(parts / PARTS[1], "u1")
+    lengths = index_cache.map_file(parts / PARTS[2], "<i8")
+    starts = np.cumsum(lengths) - lengths
+    order = np.random.default_rng(0).permutation(len(lengths))
+    index_cache.write_starts(lengths[order], folder / STARTS)
+    with open(folder / TOKENS, "wb") as tokens_file, open(folder / LEARNED, "wb") as learned_file:
+        for group in np.array_split(order, -(-len(order) // GROUP)):
+            where = concatenate_ranges(starts[group], lengths[group])
+            tokens_file.write(stream[where].data)
+            learned_file.write(is_learned[where].data)
     # The marks are part of what is trained on, so they are part of the identity.
+    stream = index_cache.map_file(folder / TOKENS, "<i4")
+    starts = np.asarray(foreign.map_npy(folder / STARTS))
     digests = [
         identity.of_tokens(stream, starts, full=True),
-        identity.of_tokens(is_learned, full=True),
+        identity.of_tokens(index_cache.map_file(folder / LEARNED, "u1"), full=True),
     ]
-    corpus = Corpus(
-        path,
-        files=[path],
-        file_tokens=[stream],
-        file_offsets=np.array([0, len(stream)]),
-        document_starts=starts,
-        digest=identity.of_parts(digests),
-        tokenizer=tokenizers.digest(tokenizer),
-        vocab_size=tokenizer.vocab_size,
-        token_bytes=tokenizer.token_bytes(),
-    )
-    return corpus, is_learned
+    digest = identity.of_parts(digests)
+    index_cache.finish(folder, [TOKENS, LEARNED, STARTS], {"digest": digest})
+    index_cache.remove_parts(parts, PARTS)
 
 
-# ---- conversations in JSON lines ----
-
-
-class Conversation(NamedTuple):
-    """A line of the data."""
-
-    messages: list[dict[str, Any]]
-    first_reply: int = 0  # messages before it are context, also those of the assistant
-    tools: list | None = None  # JSON schemas of functions, which some templates write
-    context: tuple[int, ...] = ()  # numbers of further messages that are not learned
-
-
-def read_conversations(files: list[Path]) -> Iterator[tuple[str, Conversation]]:
-    """Yields FILE:LINE and the conversation of each line; a ConfigError names every faulty line.
-
-    A line is an object with `messages`, a list of objects with `role` and `content`, or with
-    `prompt` and `completion`, each a text or such a list. It may have `tools`. A message of the
-    assistant with `weight` 0 is not learned. Blank lines are ignored; `.gz` files are decompressed.
-    """
-    faults = []
-    options = inputs.ReadOptions(field="", separator="", forbidden="")
-    for record in inputs.read_records(files, options, len):
-        place = f"{files[record.next_position.file]}:{record.next_position.number}"
-        try:
-            yield place, _parse_conversation(record.data)
-        except ValueError as error:
-            faults.append(f"{place}: {error}")
-    _report_faults(faults)
-
-
-def _report_faults(faults: list[str]) -> None:
-    """Raises ConfigError with the first faults, if there are any."""
-    if not faults:
-        return
-    shown = faults[:MAX_FAULTS_SHOWN]
-    num_more = len(faults) - len(shown)
-    if num_more:
-        shown.append(f"and {num_more} more")
-    raise ConfigError(*shown)
-
-
-def _parse_conversation(line: bytes) -> Conversation:
-    """Returns the conversation in a line; raises ValueError that says what is wrong with it."""
-    parsed = foreign.parse_json(line)
-    if not isinstance(parsed, dict):
-        raise ValueError('is no object; use {"messages": [...]}')
-    # Exported tables have a null where a line has no such key.
-    parsed = {key: value for key, value in parsed.items() if value is not None}
-    tools = parsed.get("tools")
-    if not isinstance(tools, list | None):
-        raise ValueError(f"tools is {type(tools).__name__}, not a list")
-    if "messages" in parsed:
-        prompt = []
-        replies = _messages("messages", parsed["messages"], role="")
-    elif {"prompt", "completion"} <= parsed.keys():
-        prompt = _messages("prompt", parsed["prompt"], role="user")
-        replies = _messages("completion", parsed["completion"], role="assistant")
-    else:
-        raise ValueError("has neither `messages` nor `prompt` and `completion`")
-    read = {"tools", "messages"} if "messages" in parsed else {"tools", "prompt", "completion"}
-    for key in parsed:
-        if key == "weight":
-            raise ValueError("has a weight; put it into the messages of the assistant")
-        if key not in read:
-            raise ValueError(f"has the key {key!r}, which is not read; remove it")
-    messages = [*prompt, *replies]
-    context = [number for number, message in enumerate(messages) if message.get("weight") == 0]
-    learned = [message for message in replies if message.get("weight") != 0]
-    if not any(message["role"] == "assistant" for message in learned):
-        raise ValueError("no message of the assistant, so there is nothing to learn")
-    return Conversation(messages, first_reply=len(prompt), tools=tools, context=tuple(context))
-
-
-def _messages(name: str, value: Any, *, role: str) -> list[dict[str, Any]]:
-    """Returns a list of messages; a text is one of `role`, unless that is ""."""
-    if role and isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    if not isinstance(value, list) or not value:
-        kind = "an empty list" if value == [] else type(value).__name__
-        raise ValueError(f"{name} is {kind}, not a list of messages")
-    for number, message in enumerate(value):
-        where = f"{name}[{number}]"
-        if not isinstance(message, dict):
-            raise ValueError(f"{where} is {type(message).__name__}, not an object")
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"{where} has no role; use user, assistant, system or tool")
-        content = message.get("content")
-        if content is None and not message.get("tool_calls"):
-            raise ValueError(f"{where} has no content")
-        if not isinstance(content, str | list | None):
-            raise ValueError(f"{where}: content is {type(content).__name__}, not a text")
-        weight = message.get("weight")
-        if weight not in (None, 0, 1) or (weight == 1 and message["role"] != "assistant"):
-            raise ValueError(f"{where}: weight is {weight!r}; use 0, or 1 for the assistant")
-    return value
-
-
-def _check_keys(template: ChatTemplate, conversation: Conversation) -> None:
-    """Raises ValueError for a key of a message that neither the format has nor the template reads.
-
-    It would change nothing.
-    """
-    for number, message in enumerate(conversation.messages):
-        for key, value in message.items():
-            if value is not None and key not in MESSAGE_KEYS and key not in template.names:
-                raise ValueError(
-                    f"message {number + 1} has the key {key!r}, which the chat template does not "
-                    f"read; remove it"
-                )
-
-
-# ---- replies in the text of a conversation ----
-
-
-def render(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[Span]]:
-    """Returns the text of a conversation, and the spans of it that the assistant wrote.
-
-    {% generation %} blocks mark them. In a template without such blocks a reply begins where the
-    prompt for it ends, and ends where the conversation up to it ends. Raises ValueError if the
-    template rejects the conversation, or if the texts of its beginnings are not beginnings of its
-    text.
-    """
-    messages = conversation.messages
-    first_reply = conversation.first_reply
-    text, generated = template.render(messages, conversation.tools)
-    replies = []
-    for number in range(first_reply, len(messages)):
-        if messages[number]["role"] == "assistant":
-            replies.append(number)
-
-    def span_of(number: int) -> Span:
-        first = _start_of_reply(template, conversation, number, text)
-        return first, _end_of_reply(template, conversation, number, text)
-
-    spans = []
-    if template.marks_replies:
-        learned_from = (
-            _start_of_reply(template, conversation, first_reply, text) if first_reply else 0
-        )
-        context = [span_of(number) for number in replies if number in conversation.context]
-        for first, last in generated:
-            is_context = any(start < last and first < end for start, end in context)
-            if last > learned_from and not is_context:
-                spans.append((max(first, learned_from), last))
-    else:
-        spans = [span_of(number) for number in replies if number not in conversation.context]
-    if not any(first < last for first, last in spans):
-        raise ValueError("the chat template writes nothing for the assistant")
-    return text, spans
-
-
-def _start_of_reply(
-    template: ChatTemplate, conversation: Conversation, number: int, text: str
-) -> int:
-    """Returns where the reply that is message `number` begins in the text."""
-    prompt = template.render(
-        conversation.messages[:number], conversation.tools, add_generation_prompt=True
-    )
-    return _length_of_beginning(prompt.text, text, number)
-
-
-def _end_of_reply(
-    template: ChatTemplate, conversation: Conversation, number: int, text: str
-) -> int:
-    """Returns where message `number` ends in the text."""
-    end = number + 1
-    if end == len(conversation.messages):
-        return len(text)
-    beginning = template.render(conversation.messages[:end], conversation.tools)
-    return _length_of_beginning(beginning.text, text, end)
-
-
-def _length_of_beginning(beginning: str, text: str, num_messages: int) -> int:
-    if not text.startswith(beginning):
-        raise ValueError(
-            f"the chat template writes the first {num_messages} messages differently if more "
-            f"follow, so the replies cannot be found in its text; use a template with "
-            f"{{% generation %}} blocks around them"
-        )
-    return len(beginning)
-
-
-Encode = Callable[[Sequence[str]], list[tuple[np.ndarray, np.ndarray]]]
-
-
-def reply_encoder(file: Path) -> Encode:
-    """Returns the function from texts to token ids (T,) int32 and the characters of each, (T, 2).
-
-    Unlike `Tokenizer.encode`, special tokens that are spelled in a text become these tokens, as
-    transformers has it for the text of a chat template.
-    """
-    model, _ = tokenizers.read_model(file)
-
-    def encode(texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        arrays = []
-        with tokenizers.reporting_faults(file, "fails"):
-            encodings = model.encode_batch([*texts], add_special_tokens=False)
-        for encoding in encodings:
-            ids = np.array(encoding.ids, np.int32)
-            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            arrays.append((ids, offsets))
-        return arrays
-
-    return encode
-
-
-def is_inside(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Returns which tokens (T,) overlap one of the spans; `offsets` (T, 2) are their characters."""
-    first, last = offsets.T
-    inside = np.zeros(len(offsets), bool)
-    for start, end in spans:
-        inside |= (first < end) & (last > start)
-    return inside
+def _count_learned(learned: Learned, first: int, last: int, vocab_size: int) -> np.ndarray:
+    """Returns how often each token occurs in a reply among tokens `first` ... `last` - 1, (V,)."""
+    (stream,) = learned.corpus.file_tokens
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(first, last, index_cache.CHUNK):
+        part = slice(start, min(start + index_cache.CHUNK, last))
+        counts += tokens.count_tokens(stream[part][learned.is_learned[part] > 0], vocab_size)
+    return counts

@@ -5,6 +5,7 @@ of time and memory: template_process.py.
 """
 
 import datetime
+import hashlib
 import json
 import re
 import signal
@@ -45,6 +46,7 @@ class ChatTemplate:
     reads_clock: bool  # whether its text depends on the date
     names: frozenset[str]  # the words in it, among them the keys of messages that it reads
     eos_token: str  # of the tokenizer; "": unknown
+    digest: str  # of the templates and the special tokens
 
 
 def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
@@ -92,6 +94,7 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
         reads_clock="strftime_now" in "".join(used.values()),
         names=frozenset(re.findall(r"\w+", " ".join(used.values()))),
         eos_token=special.get("eos_token", ""),
+        digest=hashlib.sha256(json.dumps([used, special]).encode()).hexdigest(),
     )
 
 

@@ -401,6 +401,8 @@ def _windows(tokens: Any, starts_B: np.ndarray, width: int) -> np.ndarray:
     """Returns the windows (B, W) that begin at `starts_B` in a file."""
     if isinstance(tokens, remote.RemoteTokens):
         return tokens.gather(starts_B, np.full_like(starts_B, width)).reshape(-1, width)
+    if not isinstance(tokens, np.ndarray):  # not in memory, nor mapped
+        return tokens[starts_B[:, None] + np.arange(width)]
     # All windows (T - W + 1, W) as a view: sliding_window_view with less overhead.
     shape = (len(tokens) - width + 1, width)
     return np.ndarray(shape, tokens.dtype, tokens, strides=2 * tokens.strides)[starts_B]

@@ -5,7 +5,11 @@ import numpy as np
 from meshtrain.data.source import Batch, Source, check_sizes, to_batch
 
 SYNTHETIC_BUILD = "meshtrain.data.synthetic:build"
-FILES_BUILDS = ("meshtrain.data.tokens:build", "meshtrain.data.chat:build")  # they read files
+FILES_BUILDS = (  # they read files
+    "meshtrain.data.tokens:build",
+    "meshtrain.data.chat:build",
+    "meshtrain.data.rows:build",
+)
 
 
 def without_files(build: str) -> str:

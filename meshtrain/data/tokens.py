@@ -5,9 +5,10 @@ corpus.py reads the files.
 
 import dataclasses
 import functools
+import inspect
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +75,10 @@ def build(
     fim_spm_rate: float = 0.5,
     fim_tokens: tuple = (),
     cache_gb: float = CACHE_GB,
+    field: str = "text",
+    template: str = "",
+    num_workers: int = 0,  # for rows:build, as index_path
+    index_path: str = "",
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 
@@ -112,11 +117,7 @@ def build(
     faults += fim.rate_faults(fim_rate, fim_spm_rate)
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
-    if tokenizer_path:
-        faults.append(
-            f"data.tokenizer_path={tokenizer_path}: only data.build=meshtrain.data.chat:build "
-            f"reads it"
-        )
+    faults += _row_faults(tokenizer_path, field, template)
     faults += minimum_faults(0, {"data.cache_gb": cache_gb})
     entries = _entries(path, mixture, phases)
     if faults:
@@ -207,6 +208,36 @@ def build(
         return complete(ran)
 
     return dataclasses.replace(complete(source), in_run=None if is_heldout else in_run)
+
+
+def _row_faults(tokenizer_path: str, field: str, template: str) -> list[str]:
+    """Returns a fault for each key that only data of another kind reads."""
+    faults = []
+    if tokenizer_path:
+        faults.append(
+            f"data.tokenizer_path={tokenizer_path}: only data.build=meshtrain.data.rows:build and "
+            f"meshtrain.data.chat:build read it"
+        )
+    if template or field != "text":
+        faults.append(
+            f"data.field={field}, data.template={template!r}: only data.build="
+            f"meshtrain.data.rows:build reads them; `meshtrain prepare` has flags of these names"
+        )
+    return faults
+
+
+def unread_faults(name: str, unread: Mapping[str, Any]) -> list[str]:
+    """Returns a fault for each of these keys that is set, and that only `build` reads.
+
+    `name` is the function that does not read them.
+    """
+    parameters = inspect.signature(build).parameters
+    return [
+        f"data.{key}={value}: only data.build=meshtrain.data.tokens:build reads it, not {name}; "
+        f"leave it out"
+        for key, value in unread.items()
+        if key in parameters and parameters[key].default not in (inspect.Parameter.empty, value)
+    ]
 
 
 def _packing_faults(packing: str, *, shuffle_documents: bool) -> list[str]:
@@ -324,12 +355,7 @@ def check_tokenizers(corpora: list[Corpus], vocab_size: int) -> None:
     """Raises ConfigError if a tokenizer has more than `vocab_size` tokens, or if two differ."""
     faults = []
     for corpus in corpora:
-        if corpus.vocab_size > vocab_size:
-            faults.append(
-                f"data.path={corpus.path}: data.vocab_size={vocab_size} is less than the "
-                f"{corpus.vocab_size} tokens of its tokenizer; "
-                f"set model.vocab_size={corpus.vocab_size}"
-            )
+        faults += vocabulary_faults(corpus.path, corpus.vocab_size, vocab_size)
     tokenized = [corpus for corpus in corpora if corpus.tokenizer]
     for corpus in tokenized:
         if corpus.tokenizer != tokenized[0].tokenizer:
@@ -339,6 +365,16 @@ def check_tokenizers(corpora: list[Corpus], vocab_size: int) -> None:
             )
     if faults:
         raise ConfigError(*faults)
+
+
+def vocabulary_faults(path: str, num_tokens: int, vocab_size: int) -> list[str]:
+    """Returns a fault if a tokenizer has more than `vocab_size` tokens."""
+    if num_tokens <= vocab_size:
+        return []
+    return [
+        f"data.path={path}: data.vocab_size={vocab_size} is less than the {num_tokens} tokens of "
+        f"its tokenizer; set model.vocab_size={num_tokens}"
+    ]
 
 
 def _warnings(corpora: list[Corpus], dtype: str, separator: int) -> list[str]:
@@ -399,10 +435,12 @@ def split_source(
     seed: int,
     number: int = 0,
     shuffle_documents: bool = False,
+    baseline: float | None = None,
 ) -> Source:
     """Returns the source of the rows of a split, which is source `number` of a mixture.
 
-    The other settings are those of `build`.
+    `baseline` is that of a Source; without it, it is estimated from the first tokens. The other
+    settings are those of `build`.
     """
 
     # Each source of a mixture has orders of its own. Else sources of the same size, perhaps the
@@ -423,14 +461,16 @@ def split_source(
         documents = f"{_num_documents(split):,} documents, "
     if separator >= 0:
         documents += f"token {separator} ends documents, "
-    sample = token_range(corpus, first, min(last, first + ENTROPY_TOKENS))
+    if baseline is None:
+        sample = token_range(corpus, first, min(last, first + ENTROPY_TOKENS))
+        baseline = unigram_entropy(sample, vocab_size)
     added_bytes = None
     if corpus.tokenizer_folder:
         added_bytes = functools.partial(tokenizer.added_bytes, corpus.tokenizer_folder)
     return Source(
         lambda indices: split_documents(rows.read(indices), separator),
         description=f"{corpus.path}: {documents}{last - first:,} tokens, {rows.size:,} {rows.kind}",
-        baseline=unigram_entropy(sample, vocab_size),
+        baseline=baseline,
         size=rows.size,
         token_bytes=corpus.token_bytes,
         added_bytes=added_bytes,
@@ -536,7 +576,12 @@ def _packed_rows(
 
 
 def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
-    """Returns the entropy of the token frequencies, in nats: the loss without any context."""
+    """Returns the entropy of the frequencies of these tokens."""
+    return entropy(count_tokens(tokens, vocab_size))
+
+
+def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Returns how often each token below `vocab_size` occurs, (V,) int64."""
     counts = np.zeros(vocab_size, np.int64)
     chunk = 1 << 20  # tokens counted at a time
     for start in range(0, len(tokens), chunk):
@@ -544,6 +589,11 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
         is_valid = (part >= 0) & (part < vocab_size)
         # bincount accepts no uint64.
         counts += np.bincount(part[is_valid].astype(np.int64), minlength=vocab_size)
+    return counts
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Returns the entropy of the token frequencies, in nats: the loss without any context."""
     frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
 

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from meshtrain.data import chat, chat_template
+from meshtrain.data import chat_template, conversations
 from meshtrain.data.chat_template import ChatTemplate
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
@@ -26,7 +26,7 @@ def encode(tokenizer: Tokenizer, template: ChatTemplate, text: str) -> list[int]
         prompt = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
     except ValueError as error:
         raise ConfigError(f"--prompt={text!r}: {error}") from None
-    ((ids, _),) = chat.reply_encoder(tokenizer.file)([prompt.text])
+    ((ids, _),) = conversations.reply_encoder(tokenizer.file)([prompt.text])
     return ids.tolist()
 
 
@@ -47,17 +47,17 @@ def end_tokens(tokenizer: Tokenizer, template: ChatTemplate) -> list[int]:
     """
     assert tokenizer.file is not None  # the template is from its folder
     tokens: set[int] = set()
-    encode_texts = chat.reply_encoder(tokenizer.file)
+    encode_texts = conversations.reply_encoder(tokenizer.file)
     ((ids, _),) = encode_texts([template.eos_token])
     if len(ids) == 1:
         tokens.update(ids.tolist())
     # Render an example, and take the first special token after what the assistant says.
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SAID}]
     with contextlib.suppress(ValueError):  # a template that always needs something else
-        text, spans = chat.render(template, chat.Conversation(messages))
+        text, spans = conversations.render(template, conversations.Conversation(messages))
         ((ids, offsets),) = encode_texts([text])
         end_of_said = text.rindex(SAID) + len(SAID)
-        is_after = chat.is_inside(offsets, spans) & (offsets[:, 0] >= end_of_said)
+        is_after = conversations.is_inside(offsets, spans) & (offsets[:, 0] >= end_of_said)
         is_special = tokenizer.token_bytes()[ids] == 0
         tokens.update(ids[is_after & is_special][:1].tolist())
     return sorted(tokens)

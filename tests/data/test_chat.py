@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from meshtrain.cli import app
-from meshtrain.data import chat, chat_template
+from meshtrain.data import chat, chat_template, conversations
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.errors import ConfigError
 from meshtrain.inference import chat as chat_prompts
@@ -27,7 +27,8 @@ pytest.importorskip("tokenizers")
 GOLDEN = Path(__file__).parent / "chat"
 FOUND = json.loads((GOLDEN / "golden.json").read_text())
 CONVERSATIONS = [
-    chat.Conversation(one["messages"], 0, one.get("tools")) for one in FOUND["conversations"]
+    conversations.Conversation(one["messages"], 0, one.get("tools"))
+    for one in FOUND["conversations"]
 ]
 NAMES = sorted(FOUND["templates"])
 
@@ -52,7 +53,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_text_and_tokens_are_those_of_transformers(name, folders):
     template = chat_template.load(folders[name])
-    encode = chat.reply_encoder(folders[name] / "tokenizer.json")
+    encode = conversations.reply_encoder(folders[name] / "tokenizer.json")
     for one, texts, ids in zip(
         CONVERSATIONS, FOUND["texts"][name], FOUND["ids"][name], strict=True
     ):
@@ -65,11 +66,18 @@ def test_text_and_tokens_are_those_of_transformers(name, folders):
         assert encode(rendered[:1])[0][0].tolist() == ids
 
 
+def conversations_in(path):
+    lines = path.read_bytes().splitlines()
+    return [conversations.parse(line) for line in lines if line.strip()]
+
+
 def learned(folder, one):
     """Returns the learned parts of a conversation's text, and whether each token is learned."""
-    text, spans = chat.render(chat_template.load(folder), one)
-    ((_, offsets),) = chat.reply_encoder(folder / "tokenizer.json")([text])
-    return [text[first:last] for first, last in spans], chat.is_inside(offsets, spans).astype(int)
+    text, spans = conversations.render(chat_template.load(folder), one)
+    ((_, offsets),) = conversations.reply_encoder(folder / "tokenizer.json")([text])
+    return [text[first:last] for first, last in spans], conversations.is_inside(
+        offsets, spans
+    ).astype(int)
 
 
 def test_what_generation_blocks_mark_is_learned_as_in_transformers(folders):
@@ -107,7 +115,7 @@ def test_a_message_of_weight_0_is_not_learned(name, folders, tmp_path):
     end = "\n" if name == "chatml" else ""
     line = {"messages": messages, "tools": None, "id": None}
     path = write(tmp_path / "a.jsonl", [json.dumps(line)])
-    ((_, one),) = chat.read_conversations([path])
+    (one,) = conversations_in(path)
     assert learned(folders[name], one)[0] == [f"{n}<|im_end|>{end}" for n in (1, 5)]
     source = build(path, folders[name], heldout=0.0)
     without = [{key: m[key] for key in ("role", "content")} for m in messages]
@@ -122,7 +130,7 @@ def test_a_message_of_weight_0_is_not_learned(name, folders, tmp_path):
 
 def test_an_empty_list_of_tools_is_what_the_template_gets(tmp_path):
     line = {"messages": CONVERSATIONS[2].messages, "tools": []}
-    ((_, one),) = chat.read_conversations([write(tmp_path / "a.jsonl", [json.dumps(line)])])
+    one = conversations.parse(json.dumps(line).encode())
     text = "{{ 'none' if tools is none else tools | length }}{% for m in messages %}{% endfor %}"
     template = chat_template.load(put(tmp_path / "t", text))
     assert template.render(one.messages, one.tools).text == "0"
@@ -139,7 +147,7 @@ def test_a_template_that_rewrites_earlier_replies_is_rejected(tmp_path):
     text = "{% for m in messages %}{{ m.role }}{{ '!' if loop.last else m.content }}{% endfor %}"
     template = chat_template.load(put(tmp_path / "t", text))
     with pytest.raises(ValueError, match="first 2 messages differently if more follow"):
-        chat.render(template, CONVERSATIONS[2])
+        conversations.render(template, CONVERSATIONS[2])
 
 
 def test_templates_come_from_a_file_a_list_or_the_settings(tmp_path):
@@ -275,11 +283,11 @@ def test_rows_hold_whole_conversations_and_weigh_the_tokens_before_learned_ones(
 ):
     path, folder = write(tmp_path / "a.jsonl"), folders[name]
     expected = []
-    encode = chat.reply_encoder(folder / "tokenizer.json")
-    for _, one in chat.read_conversations([path]):
-        text, spans = chat.render(chat_template.load(folder), one)
+    encode = conversations.reply_encoder(folder / "tokenizer.json")
+    for one in conversations_in(path):
+        text, spans = conversations.render(chat_template.load(folder), one)
         ((ids, offsets),) = encode([text])
-        mask = chat.is_inside(offsets, spans)
+        mask = conversations.is_inside(offsets, spans)
         # A token has weight 1 if the next one is learned.
         expected.append([*zip(ids.tolist(), [*map(float, mask[1:]), 0.0], strict=True)])
     found = [documents(build(path, folder, split=split)) for split in ("train", "heldout")]
@@ -521,10 +529,10 @@ def test_a_prompt_ends_where_the_reply_begins_and_a_reply_where_the_template_end
     vocabulary = json.loads((folders[name] / "tokenizer.json").read_text())["model"]["vocab"]
     assert {vocabulary[text] for text in ends} == {*found}
     ids = chat_prompts.encode(tokenizer, template, "one")
-    text, spans = chat.render(template, CONVERSATIONS[3])
-    ((whole, offsets),) = chat.reply_encoder(tokenizer.file)([text])
+    text, spans = conversations.render(template, CONVERSATIONS[3])
+    ((whole, offsets),) = conversations.reply_encoder(tokenizer.file)([text])
     assert ids == whole[: len(ids)].tolist()
-    assert len(ids) == np.flatnonzero(chat.is_inside(offsets, spans))[0]
+    assert len(ids) == np.flatnonzero(conversations.is_inside(offsets, spans))[0]
 
 
 def test_a_special_token_before_the_text_of_a_reply_does_not_end_it(tmp_path):

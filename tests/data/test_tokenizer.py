@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshtrain.data import prepared, split_points, tokenizer
-from meshtrain.data.chat import reply_encoder
+from meshtrain.data.conversations import reply_encoder
 from meshtrain.errors import ConfigError
 from tests.lib.prepare import (
     TEXTS,
