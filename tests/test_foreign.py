@@ -15,6 +15,7 @@ from meshtrain.config import load
 from meshtrain.data import chat_template, prepared, tokenizer
 from meshtrain.data.corpus import load_corpus
 from meshtrain.data.prepare import inputs, shards
+from meshtrain.data.prepare.records import text_of
 from meshtrain.errors import ConfigError, disk_fault, memory_fault
 from meshtrain.huggingface import config_json, convert, files
 from meshtrain.inference import generate
@@ -219,7 +220,7 @@ def prepare(name, folder):
     paths, _ = inputs.find_files([str(folder / name)], "", folder / "out")
     for record in inputs.read_records(paths, options, len):
         try:
-            inputs.text_of(record, options)
+            text_of(record, options)
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from None
 

@@ -6,8 +6,9 @@ meshtrain prepare INPUT... --output=DIR --tokenizer=HUB_NAME --download
 meshtrain prepare INPUT... --output=DIR --train_bpe=8192  a tokenizer trained on the text
 meshtrain prepare --verify DIR                            check every token
 
-INPUT is a text file, JSON lines (.jsonl) or Parquet, or a folder of them; text and JSON lines may
-be compressed (.gz). Blank JSON lines are ignored. If the command is killed or stopped, run it again
+INPUT is text, JSON (lines or an array), CSV, Parquet, Arrow or ArrayRecord, a folder of such files,
+or one that the library datasets wrote; also at s3:// or gs://. Text, JSON and CSV may be compressed
+(.gz, .zst, .xz, .bz2). Blank lines are ignored. If the command is killed or stopped, run it again
 to resume. The output is the same, byte for byte, for any number of workers.
 """
 
@@ -19,8 +20,9 @@ from pathlib import Path
 
 from meshtrain import console
 from meshtrain.cli.verbs import Verb
-from meshtrain.data import hub, tokenizer
+from meshtrain.data import hub, template, tokenizer
 from meshtrain.data.prepare import folder, inputs, shards, tokenize, validate
+from meshtrain.data.prepare.records import ReadOptions
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, minimum_faults
 
 
@@ -50,7 +52,16 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         console.say(*validate.validate(args.verify))
         return 0
     _check_flags(args)
-    files, notes = inputs.find_files(args.inputs, args.pattern, args.output, skip_bad=args.skip_bad)
+    options = ReadOptions(args.field or "text", args.separator, "", args.template)
+    files, notes = inputs.find_files(
+        args.inputs,
+        args.pattern,
+        args.output,
+        split=args.split,
+        skip_bad=args.skip_bad,
+    )
+    if args.template:
+        inputs.check_template(files)
     eos, bos = args.eos, bool(args.bos)
     # The texts of tokens that were not chosen by their spelling, as in folders of older versions.
     named = {}
@@ -76,10 +87,12 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         "tokenizer": tokenizer_digest,
         "eos": eos or named.get("eos_token", ""),
         "bos": bos and named.get("bos_token", True),
-        "field": args.field,
+        "field": options.field,
         "separator": args.separator,
         "shard_tokens": args.shard_tokens,
     }
+    if args.template:  # absent in folders of older versions
+        settings["template"] = args.template
     for note in notes:
         console.say(note)
     with closing(shards.Journal(args.output, settings)) as journal:
@@ -96,8 +109,7 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
             train_bpe=args.train_bpe,
             eos=eos,
             bos=bos,
-            field=args.field,
-            separator=args.separator,
+            options=options,
             shard_tokens=args.shard_tokens,
             num_workers=args.num_workers,
             skip_bad=args.skip_bad,
@@ -112,9 +124,19 @@ def _check_flags(args: argparse.Namespace) -> None:
         1, {"--num_workers": args.num_workers, "--shard_tokens": args.shard_tokens}
     )
     if not args.inputs:
-        faults.append("no input; give files or folders of text, .jsonl or .parquet")
+        faults.append("no input; give files or folders of text, .jsonl, .csv, .parquet or .arrow")
     if args.output is None:
         faults.append("--output is missing; give a new folder")
+    if args.template and args.field is not None:
+        faults.append(
+            f"--template={args.template!r} and --field={args.field}: give one of them; the "
+            f"template {{{args.field}}} is that field"
+        )
+    elif args.template:
+        try:
+            template.parse(args.template)
+        except ConfigError as error:
+            faults += error.faults
     if args.train_bpe and args.tokenizer != "bytes":
         faults.append(
             f"--train_bpe={args.train_bpe} and --tokenizer={args.tokenizer}: give one of them"
@@ -165,9 +187,20 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     add(
         "--field",
-        default="text",
         metavar="NAME",
-        help="field (JSON lines) or column (Parquet) of the text",
+        help="field (JSON) or column (tables) of the text; a.b is the field b in a (default: text)",
+    )
+    add(
+        "--template",
+        default="",
+        metavar="TEXT",
+        help=r'text of several fields, such as "{question}\n{answer}"; braces are {{ and }}',
+    )
+    add(
+        "--split",
+        default="",
+        metavar="NAME",
+        help="split to read of a folder that the library datasets wrote",
     )
     add(
         "--separator",
@@ -195,7 +228,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 VERB = Verb(
-    summary="tokenize text, JSON lines or Parquet",
+    summary="tokenize text, JSON, tables or records",
     help=__doc__,
     add_flags=add_flags,
     run=run,

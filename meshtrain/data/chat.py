@@ -268,9 +268,10 @@ class Conversation(NamedTuple):
 def read_conversations(files: list[Path]) -> Iterator[tuple[str, Conversation]]:
     """Yields FILE:LINE and the conversation of each line; a ConfigError names every faulty line.
 
-    A line is an object with `messages`, a list of objects with `role` and `content`, or with
-    `prompt` and `completion`, each a text or such a list. It may have `tools`. A message of the
-    assistant with `weight` 0 is not learned. Blank lines are ignored; `.gz` files are decompressed.
+    A line, or an element of a JSON array, is an object with `messages`, a list of objects with
+    `role` and `content`, or with `prompt` and `completion`, each a text or such a list. It may have
+    `tools`. A message of the assistant with `weight` 0 is not learned. Blank lines are ignored;
+    compressed files are decompressed.
     """
     faults = []
     options = inputs.ReadOptions(field="", separator="", forbidden="")
@@ -294,8 +295,10 @@ def _report_faults(faults: list[str]) -> None:
     raise ConfigError(*shown)
 
 
-def _parse_conversation(line: bytes) -> Conversation:
+def _parse_conversation(line: bytes | str) -> Conversation:
     """Returns the conversation in a line; raises ValueError that says what is wrong with it."""
+    if isinstance(line, str):  # an element of a JSON array
+        raise ValueError('is a text, no object; use {"messages": [...]}')
     parsed = foreign.parse_json(line)
     if not isinstance(parsed, dict):
         raise ValueError('is no object; use {"messages": [...]}')

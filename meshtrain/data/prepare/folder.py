@@ -14,8 +14,8 @@ import numpy as np
 
 from meshtrain import console
 from meshtrain.data import indexed, prepared, tokenizer
-from meshtrain.data.prepare import inputs, shards, tokenize
-from meshtrain.data.prepare.inputs import ReadOptions
+from meshtrain.data.prepare import inputs, shards, sources, tokenize
+from meshtrain.data.prepare.records import Position, ReadOptions
 from meshtrain.data.prepare.tokenize import RecordResult
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
@@ -33,8 +33,7 @@ def write_folder(
     train_bpe: int,
     eos: str,
     bos: bool,
-    field: str,
-    separator: str,
+    options: ReadOptions,
     shard_tokens: int,
     num_workers: int,
     skip_bad: bool,
@@ -43,8 +42,8 @@ def write_folder(
 
     `tokenizer_path` is a path or "bytes"; with `train_bpe` above 0 a tokenizer of that many tokens
     is trained instead. `eos` is the token that ends documents; "": the tokenizer's. With `bos` they
-    begin with the tokenizer's bos. `field` and `separator` are those of ReadOptions. Raises
-    ConfigError for a document that cannot be used, unless `skip_bad`, or if there is none.
+    begin with the tokenizer's bos. `options` forbid no character yet. Raises ConfigError for a
+    document that cannot be used, unless `skip_bad`, or if there is none.
     """
     loaded = _store_tokenizer(
         output,
@@ -53,7 +52,7 @@ def write_folder(
         train_bpe=train_bpe,
         eos=eos,
         bos=bos,
-        options=ReadOptions(field, separator, forbidden=""),
+        options=options,
     )
     dtype = indexed.smallest_dtype(loaded.vocab_size)
     # Bytes have no token besides the characters, so NUL ends documents.
@@ -64,7 +63,7 @@ def write_folder(
         eos=loaded.eos,
         bos=loaded.bos if bos else None,
         dtype=dtype.str,
-        options=ReadOptions(field, separator, forbidden),
+        options=dataclasses.replace(options, forbidden=forbidden),
     )
 
     # Read here, tokenize in `num_workers` processes, write here: in order, so that the output
@@ -83,7 +82,7 @@ def write_folder(
             for tokens, results in tokenized:
                 _write_unit(writer, tokens, results, files, skip_bad)
                 show(results[-1])
-        writer.finish(inputs.Position(len(files)))
+        writer.finish(Position(len(files)))
     finally:
         writer.close()
 
@@ -157,7 +156,7 @@ def _write_unit(
     for result in results:
         position = result.next_position
         if result.fault:
-            fault = f"{files[position.file]}:{position.number}: {result.fault}"
+            fault = f"{sources.name_of(files[position.file])}:{position.number}: {result.fault}"
             faults.append(fault)
             writer.add_fault(fault)
             continue
@@ -178,14 +177,12 @@ def _write_unit(
 
 
 @contextmanager
-def _progress(
-    files: list[Path], start: inputs.Position
-) -> Iterator[Callable[[RecordResult], None]]:
+def _progress(files: list[Path], start: Position) -> Iterator[Callable[[RecordResult], None]]:
     """Yields a function that shows the progress.
 
     It draws a bar on a terminal, and prints a line every LOG_EVERY elsewhere.
     """
-    sizes = [path.stat().st_size for path in files]
+    sizes = [sources.size_of(path) for path in files]
     offsets = np.cumsum([0, *sizes])
     total = sum(sizes)
     already_done = int(offsets[min(start.file, len(files))])

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshtrain import foreign, storage
 from meshtrain.data import indexed, prepared
-from meshtrain.data.prepare.inputs import Position
+from meshtrain.data.prepare.records import Position
 from meshtrain.errors import ConfigError
 
 FIRST_LINE = b'{"settings": {'  # of a journal
