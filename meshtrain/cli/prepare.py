@@ -4,6 +4,7 @@ meshtrain prepare INPUT... --output=DIR                   bytes, without a token
 meshtrain prepare INPUT... --output=DIR --tokenizer=PATH  tokenizer.json, or SentencePiece's .model
 meshtrain prepare INPUT... --output=DIR --tokenizer=HUB_NAME --download
 meshtrain prepare INPUT... --output=DIR --train_bpe=8192  a tokenizer trained on the text
+meshtrain prepare INPUT... --output=DIR --part=I/N        a part, on each of N machines
 meshtrain prepare --verify DIR                            check every token
 
 INPUT is text, JSON (lines or an array), CSV, Parquet, Arrow or ArrayRecord, a folder of such files,
@@ -21,7 +22,16 @@ from pathlib import Path
 from meshtrain import console
 from meshtrain.cli.verbs import Verb
 from meshtrain.data import hub, template, tokenizer
-from meshtrain.data.prepare import folder, inputs, shards, tokenize, validate
+from meshtrain.data.prepare import (
+    folder,
+    inputs,
+    merge,
+    outputs,
+    parts,
+    shards,
+    tokenize,
+    validate,
+)
 from meshtrain.data.prepare.records import ReadOptions
 from meshtrain.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, minimum_faults
 
@@ -52,11 +62,12 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         console.say(*validate.validate(args.verify))
         return 0
     _check_flags(args)
+    output = outputs.open_output(args.output)
     options = ReadOptions(args.field or "text", args.separator, "", args.template)
     files, notes = inputs.find_files(
         args.inputs,
         args.pattern,
-        args.output,
+        output.folder,
         split=args.split,
         skip_bad=args.skip_bad,
     )
@@ -95,26 +106,42 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         settings["template"] = args.template
     for note in notes:
         console.say(note)
-    with closing(shards.Journal(args.output, settings)) as journal:
-        if journal.is_done:
-            console.say(f"{args.output} is already prepared")
+    part = parts.parse(args.part) if args.part else None
+    if part:
+        if merge.is_finished(output, settings):
+            merge.clean(output)
+            console.say(f"{output.name} is already prepared")
             return 0
-        if args.separator and not journal.shards:
-            inputs.check_separator(files, args.separator)
-        folder.write_folder(
-            args.output,
-            files,
-            journal,
-            tokenizer_path=args.tokenizer,
-            train_bpe=args.train_bpe,
-            eos=eos,
-            bos=bos,
-            options=options,
-            shard_tokens=args.shard_tokens,
-            num_workers=args.num_workers,
-            skip_bad=args.skip_bad,
-        )
-        journal.finish()
+        merge.begin(output, settings, part.count)
+    written = output.subfolder(part.folder) if part else output
+    own_settings = {**settings, "part": args.part} if part else settings
+    with closing(shards.Journal(written, own_settings)) as journal:
+        if part and merge.is_finished(output, settings):
+            # Another process has finished all parts since, and removed them.
+            merge.clean(output)
+            return 0
+        if journal.is_done:
+            console.say(f"{written.name} is already prepared")
+        else:
+            if args.separator and not journal.shards:
+                inputs.check_separator(files, args.separator)
+            folder.write_folder(
+                written,
+                files,
+                journal,
+                part=part,
+                tokenizer_path=args.tokenizer,
+                train_bpe=args.train_bpe,
+                eos=eos,
+                bos=bos,
+                options=options,
+                shard_tokens=args.shard_tokens,
+                num_workers=args.num_workers,
+                skip_bad=args.skip_bad,
+            )
+            journal.finish()
+    if part:
+        merge.finish(output, settings, part.count)
     return 0
 
 
@@ -141,6 +168,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         faults.append(
             f"--train_bpe={args.train_bpe} and --tokenizer={args.tokenizer}: give one of them"
         )
+    if args.part:
+        try:
+            parts.parse(args.part)
+        except ConfigError as error:
+            faults += error.faults
     if args.download:
         if args.tokenizer == tokenizer.BYTES:
             faults.append("--download: name the tokenizer too, --tokenizer=HUB_NAME")
@@ -158,7 +190,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def add_flags(flags: argparse.ArgumentParser) -> None:
     add = flags.add_argument
     add("inputs", nargs="*", metavar="INPUT", help="files or folders of text")
-    add("--output", type=Path, metavar="DIR", help="a new folder, or one to resume")
+    add("--output", metavar="DIR", help="a new folder, or one to resume; also s3:// or gs://")
     add(
         "--tokenizer",
         default="bytes",
@@ -222,6 +254,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         default=len(os.sched_getaffinity(0)),  # the cores that this process may use
         metavar="N",
         help="processes (default: %(default)s)",
+    )
+    add(
+        "--part",
+        default="",
+        metavar="I/N",
+        help="tokenize part I of N, from 0, into the same output; the last part finishes it",
     )
     add("--skip_bad", action="store_true", help="skip faulty documents")
     add("--verify", type=Path, metavar="DIR", help="check a prepared folder instead")

@@ -15,6 +15,8 @@ import numpy as np
 from meshtrain import console
 from meshtrain.data import indexed, prepared, tokenizer
 from meshtrain.data.prepare import inputs, shards, sources, tokenize
+from meshtrain.data.prepare.outputs import Output
+from meshtrain.data.prepare.parts import Part
 from meshtrain.data.prepare.records import Position, ReadOptions
 from meshtrain.data.prepare.tokenize import RecordResult
 from meshtrain.data.tokenizer import Tokenizer
@@ -25,10 +27,11 @@ MAX_FAULTS_SHOWN = 5
 
 
 def write_folder(
-    output: Path,
+    output: Output,
     files: list[Path],
     journal: shards.Journal,
     *,
+    part: Part | None = None,
     tokenizer_path: str,
     train_bpe: int,
     eos: str,
@@ -44,6 +47,8 @@ def write_folder(
     is trained instead. `eos` is the token that ends documents; "": the tokenizer's. With `bos` they
     begin with the tokenizer's bos. `options` forbid no character yet. Raises ConfigError for a
     document that cannot be used, unless `skip_bad`, or if there is none.
+
+    Of a `part` only its files are tokenized, and the output is its folder. It may have no document.
     """
     loaded = _store_tokenizer(
         output,
@@ -66,6 +71,9 @@ def write_folder(
         options=dataclasses.replace(options, forbidden=forbidden),
     )
 
+    if part:
+        files = part.files(files)
+
     # Read here, tokenize in `num_workers` processes, write here: in order, so that the output
     # does not depend on their number.
     start = journal.next_position
@@ -75,7 +83,13 @@ def write_folder(
         tokenize.work_units(records),
         num_workers,
     )
-    writer = shards.ShardWriter(output, journal, dtype=dtype, shard_tokens=shard_tokens)
+    writer = shards.ShardWriter(
+        output.folder,
+        journal,
+        dtype=dtype,
+        shard_tokens=shard_tokens,
+        keeps_text_bytes=part is not None,
+    )
     began = time.monotonic()
     try:
         with closing(tokenized), _progress(files, start) as show:
@@ -86,9 +100,6 @@ def write_folder(
     finally:
         writer.close()
 
-    summary = shards.summary(journal.shards)
-    if not summary["documents"]:
-        raise ConfigError(f"--output={output}: the inputs contain no document; give others")
     manifest = {
         "version": prepared.VERSION,
         "tokenizer": {
@@ -101,14 +112,30 @@ def write_folder(
         },
         "settings": journal.settings,
         "dtype": dtype.name,
-        **summary,
+        **shards.summary(journal.shards),
     }
-    prepared.write_durably(output / prepared.MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    _print_summary(output, manifest, time.monotonic() - began)
+    if part is None:
+        finish(output, manifest, time.monotonic() - began)
+    else:
+        _write_manifest(output, manifest)
+
+
+def finish(output: Output, manifest: dict[str, Any], seconds: float) -> None:
+    """Write the manifest, after all other files; raises ConfigError if there is no document."""
+    if not manifest["documents"]:
+        raise ConfigError(f"--output={output.name}: the inputs contain no document; give others")
+    _write_manifest(output, manifest)
+    _print_summary(output, manifest, seconds)
+
+
+def _write_manifest(output: Output, manifest: dict[str, Any]) -> None:
+    text = json.dumps(manifest, indent=1) + "\n"
+    prepared.write_durably(output.folder / prepared.MANIFEST, text)
+    output.publish([prepared.MANIFEST])
 
 
 def _store_tokenizer(
-    output: Path,
+    output: Output,
     files: list[Path],
     *,
     tokenizer_path: str,
@@ -118,8 +145,9 @@ def _store_tokenizer(
     options: ReadOptions,
 ) -> Tokenizer:
     """Returns the tokenizer after copying it into the output; trains it first if requested."""
+    folder = output.folder
     if train_bpe:
-        file = output / "tokenizer.json"
+        file = folder / "tokenizer.json"
         if not file.exists():
             tokenize.train_bpe(files, options, train_bpe, file)
         loaded = tokenizer.load(file, eos)
@@ -127,8 +155,8 @@ def _store_tokenizer(
         loaded = tokenizer.load(tokenizer_path, eos)
         if loaded.file:
             name = "tokenizer.json" if loaded.kind == "huggingface" else "tokenizer.model"
-            shutil.copyfile(loaded.file, output / name)
-            loaded = dataclasses.replace(loaded, file=output / name)
+            shutil.copyfile(loaded.file, folder / name)
+            loaded = dataclasses.replace(loaded, file=folder / name)
     if loaded.eos is None:
         raise ConfigError(
             f"--tokenizer={tokenizer_path}: none of its special tokens is known to end a document; "
@@ -138,8 +166,9 @@ def _store_tokenizer(
         raise ConfigError(
             f"--bos: --tokenizer={tokenizer_path} has no token that begins a document"
         )
-    with open(output / prepared.TOKEN_BYTES, "wb") as file:
+    with open(folder / prepared.TOKEN_BYTES, "wb") as file:
         np.save(file, loaded.token_bytes())
+    output.publish([prepared.TOKEN_BYTES, *([loaded.file.name] if loaded.file else [])])
     return loaded
 
 
@@ -205,10 +234,10 @@ def _progress(files: list[Path], start: Position) -> Iterator[Callable[[RecordRe
         yield show
 
 
-def _print_summary(output: Path, manifest: dict[str, Any], seconds: float) -> None:
+def _print_summary(output: Output, manifest: dict[str, Any], seconds: float) -> None:
     bytes_per_token = manifest["text_bytes"] / manifest["tokens"]
     console.say(
-        f"{output}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
+        f"{output.name}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
         f"{bytes_per_token:.2f} bytes of text per token, {len(manifest['shards'])} shards, "
         f"{seconds:.1f} s"
     )
@@ -216,7 +245,9 @@ def _print_summary(output: Path, manifest: dict[str, Any], seconds: float) -> No
     if num_skipped:
         console.say(
             f"skipped: {num_skipped:,} documents; the first are listed in "
-            f"{output / prepared.MANIFEST}"
+            f"{output.name}/{prepared.MANIFEST}"
         )
     vocab_size = manifest["tokenizer"]["vocab_size"]
-    console.say(f"train with --config.data.path={output} --config.model.vocab_size={vocab_size}")
+    console.say(
+        f"train with --config.data.path={output.name} --config.model.vocab_size={vocab_size}"
+    )
