@@ -15,7 +15,7 @@ import numpy as np
 from meshtrain import console
 from meshtrain.data import indexed, prepared, tokenizer
 from meshtrain.data.prepare import inputs, shards, sources, tokenize
-from meshtrain.data.prepare.outputs import Output
+from meshtrain.data.prepare.outputs import MAX_OBJECT_BYTES, Output
 from meshtrain.data.prepare.parts import Part
 from meshtrain.data.prepare.records import Position, ReadOptions
 from meshtrain.data.prepare.tokenize import RecordResult
@@ -60,6 +60,13 @@ def write_folder(
         options=options,
     )
     dtype = indexed.smallest_dtype(loaded.vocab_size)
+    # Twice: its last document may be large too.
+    if output.is_stored and 2 * shard_tokens * dtype.itemsize > MAX_OBJECT_BYTES:
+        raise ConfigError(
+            f"--shard_tokens={shard_tokens}: an object of a store has at most "
+            f"{MAX_OBJECT_BYTES >> 30} GiB here; use {MAX_OBJECT_BYTES // 2 // dtype.itemsize} or "
+            f"less"
+        )
     # Bytes have no token besides the characters, so NUL ends documents.
     forbidden = "\0" if loaded.kind == "bytes" else ""
     job = tokenize.Job(

@@ -15,6 +15,7 @@ from meshtrain import console, object_store, storage
 from meshtrain.data import prepared
 from meshtrain.errors import ConfigError
 
+MAX_OBJECT_BYTES = 4 << 30  # S3 accepts 5 GB in one request
 LOCK = "LOCK"  # an object, of a store
 # What a run downloads when it starts: all files but the shards.
 SMALL_FILES = (
@@ -35,6 +36,7 @@ class Output(Protocol):
 
     folder: Path  # the folder itself, or a scratch folder
     name: str  # in messages: path or URL
+    is_stored: bool  # whether its files are objects of a store
 
     def subfolder(self, name: str) -> "Output": ...
 
@@ -81,6 +83,8 @@ def open_output(place: str | Path) -> Output:
 
 class LocalOutput:
     """A folder on a disk: its files are where they are written."""
+
+    is_stored = False
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -143,6 +147,8 @@ class LocalOutput:
 
 class StoredOutput:
     """A folder of an object store, with the same names as on a disk, and the object LOCK."""
+
+    is_stored = True
 
     def __init__(self, folder: Path):
         self.folder = folder

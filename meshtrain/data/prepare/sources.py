@@ -35,6 +35,11 @@ class Stamp(NamedTuple):
 _stamps: dict[Path, Stamp] = {}  # of objects, as they were listed
 
 
+def forget() -> None:
+    """Forget the objects that were listed."""
+    _stamps.clear()
+
+
 def name_of(path: Path) -> str:
     """Returns the name of an input in messages: its path or its URL."""
     return object_store.url(path) or str(path)
@@ -61,24 +66,67 @@ def open_source(path: Path, *, read_ahead: int = READ_AHEAD) -> io.BufferedReade
     """Returns a seekable file, an object in requests of `read_ahead` bytes; raises OSError."""
     if not is_stored(path):
         return open(path, "rb")
-    return io.BufferedReader(open_stored(path), read_ahead)
+    return io.BufferedReader(_Ranges(path), read_ahead)
+
+
+class _Ranges(io.RawIOBase):
+    """An object, each of whose reads is a request for a range.
+
+    On Google Cloud Storage, pyarrow's own `read` requests all bytes up to the end.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file = open_stored(path)
+        self._size = size_of(path)
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), self._size - self._position)
+        if size <= 0:
+            return 0
+        with _errors_of(self._path):
+            data = self._file.read_at(size, self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 def open_stored(path: Path) -> Any:
-    """Returns an object as a file of pyarrow, each of whose reads is a request; raises OSError.
+    """Returns an object as a file of pyarrow, for its `read_at`; raises OSError.
 
     Raises ConfigError if the object was changed after it was listed.
     """
-    filesystem, key = _place(path)
+    store, key = _place(path)
     listed = stamp_of(path)
     with _errors_of(path):
-        now = filesystem.get_file_info(key)
-        if (now.size, now.mtime_ns or 0) != listed:
+        now = store.get_file_info(key)
+        # Listings of S3 have milliseconds, answers about one object have seconds.
+        if (now.size, (now.mtime_ns or 0) // 10**9) != (listed.size, listed.mtime_ns // 10**9):
             raise ConfigError(
                 f"{name_of(path)}: has changed since it was listed; use another --output, or "
                 f"remove what was prepared"
             )
-        return filesystem.open_input_file(now)  # without asking for its size again
+        return store.open_input_file(key)
 
 
 @contextlib.contextmanager
@@ -102,20 +150,20 @@ def list_objects(url: str) -> list[Path]:
     They are sorted. Raises ConfigError if there are none or if the store cannot be read.
     """
     base = object_store.scratch_folder(url)
-    filesystem, key = _place(base)
+    store, key = _place(base)
     fs = import_optional("pyarrow.fs", "data")
     try:
         with _errors_of(base):
-            named = filesystem.get_file_info(key)
+            named = store.get_file_info(key)
             if named.type == fs.FileType.File and not url.endswith("/"):
                 infos = [named]
             else:
                 selector = fs.FileSelector(key, recursive=True, allow_not_found=True)
-                infos = filesystem.get_file_info(selector)
+                infos = store.get_file_info(selector)
             parent, _, prefix = key.rpartition("/")
             if not infos and parent and not url.endswith("/"):
                 selector = fs.FileSelector(parent, recursive=False, allow_not_found=True)
-                found = filesystem.get_file_info(selector)
+                found = store.get_file_info(selector)
                 infos = [info for info in found if info.base_name.startswith(prefix)]
     except OSError as error:
         raise ConfigError(
@@ -137,11 +185,11 @@ def list_objects(url: str) -> list[Path]:
 def _place(path: Path) -> tuple[Any, str]:
     """Returns the file system of pyarrow that has an object, and its name there: BUCKET/KEY."""
     scheme, _, place = object_store.url(path).partition("://")
-    return _filesystem(scheme), place
+    return filesystem(scheme), place
 
 
 @functools.cache
-def _filesystem(scheme: str) -> Any:
+def filesystem(scheme: str) -> Any:
     """Returns pyarrow's client, with the variables that TensorStore's has: see object_store.py."""
     fs = import_optional("pyarrow.fs", "data")
     if scheme == "gs":

@@ -264,8 +264,11 @@ def arrow_rows(
     limit = max(MAX_COLUMN_BYTES, max_document_bytes(path))
     # Mapped, since a file may be a single batch, and only some columns of it are read.
     with _opened(path, mapped=True) as file:
-        is_file = file.read(len(FILE_MAGIC)) == FILE_MAGIC
-        open_reader = ipc.open_file if is_file else ipc.open_stream
+        is_file = file.read_at(len(FILE_MAGIC), 0) == FILE_MAGIC
+    open_reader = ipc.open_file if is_file else ipc.open_stream
+    # A stream of a store is read ahead.
+    is_ahead = sources.is_stored(path) and not is_file
+    with sources.open_source(path) if is_ahead else _opened(path, mapped=True) as file:
         try:
             file.seek(0)
             schema = open_reader(file).schema
