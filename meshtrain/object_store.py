@@ -145,6 +145,17 @@ def read(path: Path) -> tuple[bytes | None, bytes | None]:
     return data, generation if any(generation) else None
 
 
+def read_range(path: Path, start: int, end: int) -> tuple[bytes, bytes]:
+    """Returns the bytes from `start` up to `end` of an object, and its generation."""
+    result = _request(
+        path.parent,
+        lambda store: store.read(path.name, byte_range=slice(start, end)).result(),
+    )
+    if result.state != "value":
+        raise OSError(None, "the object was removed", url(path))
+    return result.value, result.stamp.generation
+
+
 def write(path: Path, data: bytes | None, *, only_if: bytes | None = None) -> bytes:
     """Writes an object, or removes it if `data` is None, and returns its generation.
 

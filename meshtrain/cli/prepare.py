@@ -18,6 +18,7 @@ import os
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from meshtrain import console
 from meshtrain.cli.verbs import Verb
@@ -26,6 +27,7 @@ from meshtrain.data.prepare import (
     folder,
     inputs,
     merge,
+    on_ray,
     outputs,
     parts,
     shards,
@@ -106,6 +108,8 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
         settings["template"] = args.template
     for note in notes:
         console.say(note)
+    if args.ray:
+        return _run_on_ray(args, output, settings, len(files))
     part = parts.parse(args.part) if args.part else None
     if part:
         if merge.is_finished(output, settings):
@@ -136,7 +140,7 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
                 bos=bos,
                 options=options,
                 shard_tokens=args.shard_tokens,
-                num_workers=args.num_workers,
+                num_workers=args.num_workers or num_cores(),
                 skip_bad=args.skip_bad,
             )
             journal.finish()
@@ -145,10 +149,61 @@ def _prepare_or_verify(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_on_ray(
+    args: argparse.Namespace, output: outputs.Output, settings: dict[str, Any], num_files: int
+) -> int:
+    """Prepares the parts in a Ray cluster; the last of them finishes the output."""
+    if merge.is_finished(output, settings):
+        merge.clean(output)
+        console.say(f"{output.name} is already prepared")
+        return 0
+    num_workers = args.num_workers or 1
+    ray = on_ray.connect()
+    # A run that resumes has as many parts as before, in a cluster of any size.
+    count = merge.num_parts(output) or on_ray.num_parts(
+        ray, num_files=num_files, num_workers=num_workers
+    )
+    merge.begin(output, settings, count)
+    on_ray.run_parts(
+        ray,
+        _flags_of_part(args, num_workers),
+        count=count,
+        num_workers=num_workers,
+        folder=os.getcwd(),
+    )
+    merge.finish(output, settings, count)
+    return 0
+
+
+def _flags_of_part(args: argparse.Namespace, num_workers: int) -> list[str]:
+    """Returns the arguments of the same command without --ray."""
+    texts = ("output", "tokenizer", "eos", "template", "split", "separator", "pattern")
+    flags = [f"--{name}={getattr(args, name)}" for name in texts if getattr(args, name)]
+    if args.field is not None:
+        flags.append(f"--field={args.field}")
+    if args.bos is not None:
+        flags.append("--bos" if args.bos else "--no-bos")
+    if args.train_bpe:
+        flags.append(f"--train_bpe={args.train_bpe}")
+    if args.skip_bad:
+        flags.append("--skip_bad")
+    flags += [f"--shard_tokens={args.shard_tokens}", f"--num_workers={num_workers}"]
+    return [*flags, "--", *args.inputs]
+
+
+def num_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises ConfigError with every fault of the flags."""
     faults = minimum_faults(
-        1, {"--num_workers": args.num_workers, "--shard_tokens": args.shard_tokens}
+        1,
+        {
+            "--num_workers": 1 if args.num_workers is None else args.num_workers,
+            "--shard_tokens": args.shard_tokens,
+        },
     )
     if not args.inputs:
         faults.append("no input; give files or folders of text, .jsonl, .csv, .parquet or .arrow")
@@ -168,6 +223,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         faults.append(
             f"--train_bpe={args.train_bpe} and --tokenizer={args.tokenizer}: give one of them"
         )
+    if args.part and args.ray:
+        faults.append(f"--part={args.part} and --ray: give one of them")
     if args.part:
         try:
             parts.parse(args.part)
@@ -251,15 +308,19 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     add(
         "--num_workers",
         type=int,
-        default=len(os.sched_getaffinity(0)),  # the cores that this process may use
         metavar="N",
-        help="processes (default: %(default)s)",
+        help=f"processes (default: {num_cores()}, with --ray 1)",
     )
     add(
         "--part",
         default="",
         metavar="I/N",
         help="tokenize part I of N, from 0, into the same output; the last part finishes it",
+    )
+    add(
+        "--ray",
+        action="store_true",
+        help="tokenize parts as tasks of the Ray cluster that runs (needs the extra ray)",
     )
     add("--skip_bad", action="store_true", help="skip faulty documents")
     add("--verify", type=Path, metavar="DIR", help="check a prepared folder instead")

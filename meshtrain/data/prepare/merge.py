@@ -42,18 +42,29 @@ def begin(output: Output, settings: dict[str, Any], count: int) -> None:
         line = json.dumps({"settings": expected}).encode() + b"\n"
         if output.create(prepared.JOURNAL, line):
             return
+    found = _settings(output)
+    if found:  # otherwise another part has finished all
+        shards.check_settings(output, found, expected)
+
+
+def num_parts(output: Output) -> int:
+    """Returns the number of parts with which the output was started; 0: it was not."""
+    return int(_settings(output).get(shards.PARTS, 0))
+
+
+def _settings(output: Output) -> dict[str, Any]:
+    """Returns the settings in the journal of the output; {} if there is none."""
     output.fetch([prepared.JOURNAL])
     try:
         with foreign.open_file(output.folder / prepared.JOURNAL) as file:
-            found = foreign.parse_json(file.readline(foreign.MAX_JSON_BYTES))["settings"]
+            return dict(foreign.parse_json(file.readline(foreign.MAX_JSON_BYTES))["settings"])
     except FileNotFoundError:
-        return  # another part has finished all
+        return {}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{output.name}/{prepared.JOURNAL}: is damaged: {error}; remove {output.name} and "
             f"start again"
         ) from None
-    shards.check_settings(output, found, expected)
 
 
 def missing_parts(output: Output, count: int) -> list[Part]:

@@ -1,8 +1,8 @@
 """Input files of `meshtrain prepare`: on a local disk, or objects of a store (s3://, gs://).
 
 An object is named by its path in a scratch folder (object_store.py), so that all who read inputs
-have paths; the functions here alone ask which of the two it is. Objects are listed and read in
-ranges with pyarrow, which has the sizes that TensorStore's client does not return.
+have paths; the functions here alone ask which of the two it is. Objects are listed with pyarrow,
+which has their sizes, as TensorStore's client has not; the latter reads them.
 """
 
 import contextlib
@@ -66,19 +66,16 @@ def open_source(path: Path, *, read_ahead: int = READ_AHEAD) -> io.BufferedReade
     """Returns a seekable file, an object in requests of `read_ahead` bytes; raises OSError."""
     if not is_stored(path):
         return open(path, "rb")
-    return io.BufferedReader(_Ranges(path), read_ahead)
+    return io.BufferedReader(open_stored(path), read_ahead)
 
 
 class _Ranges(io.RawIOBase):
-    """An object, each of whose reads is a request for a range.
-
-    On Google Cloud Storage, pyarrow's own `read` requests all bytes up to the end.
-    """
+    """An object, each of whose reads is a request for a range."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._file = open_stored(path)
         self._size = size_of(path)
+        self._generation = b""  # until the first read
         self._position = 0
 
     def readable(self) -> bool:
@@ -99,20 +96,18 @@ class _Ranges(io.RawIOBase):
         size = min(len(buffer), self._size - self._position)
         if size <= 0:
             return 0
-        with _errors_of(self._path):
-            data = self._file.read_at(size, self._position)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
+        end = self._position + size
+        data, generation = object_store.read_range(self._path, self._position, end)
+        self._generation = self._generation or generation
+        if generation != self._generation:
+            raise _changed(self._path)
+        buffer[:size] = data
+        self._position = end
+        return size
 
 
-def open_stored(path: Path) -> Any:
-    """Returns an object as a file of pyarrow, for its `read_at`; raises OSError.
+def open_stored(path: Path) -> io.RawIOBase:
+    """Returns an object as a file, each of whose reads is a request; raises OSError.
 
     Raises ConfigError if the object was changed after it was listed.
     """
@@ -120,13 +115,17 @@ def open_stored(path: Path) -> Any:
     listed = stamp_of(path)
     with _errors_of(path):
         now = store.get_file_info(key)
-        # Listings of S3 have milliseconds, answers about one object have seconds.
-        if (now.size, (now.mtime_ns or 0) // 10**9) != (listed.size, listed.mtime_ns // 10**9):
-            raise ConfigError(
-                f"{name_of(path)}: has changed since it was listed; use another --output, or "
-                f"remove what was prepared"
-            )
-        return store.open_input_file(key)
+    # Listings of S3 have milliseconds, answers about one object have seconds.
+    if (now.size, (now.mtime_ns or 0) // 10**9) != (listed.size, listed.mtime_ns // 10**9):
+        raise _changed(path)
+    return _Ranges(path)
+
+
+def _changed(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{name_of(path)}: has changed since it was listed; use another --output, or remove what "
+        f"was prepared"
+    )
 
 
 @contextlib.contextmanager
@@ -202,6 +201,8 @@ def filesystem(scheme: str) -> Any:
             **address_options,
         )
     options: dict[str, Any] = {}
+    if os.environ.get("AWS_NO_SIGN_REQUEST", "").lower() in ("1", "yes", "true"):
+        options["anonymous"] = True
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         options["scheme"], _, options["endpoint_override"] = endpoint.rstrip("/").partition("://")
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):

@@ -198,9 +198,9 @@ def parquet_rows(
 
 def _opened(path: Path, *, mapped: bool) -> Any:
     """Returns a file of pyarrow, on a local disk `mapped` into memory if that is asked for."""
-    if sources.is_stored(path):
-        return sources.open_stored(path)
     pyarrow = import_optional("pyarrow", "parquet")
+    if sources.is_stored(path):
+        return pyarrow.PythonFile(sources.open_stored(path))
     return pyarrow.memory_map(str(path)) if mapped else pyarrow.OSFile(str(path))
 
 
