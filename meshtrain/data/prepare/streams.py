@@ -118,18 +118,16 @@ def open_at(
     at the beginning is left out.
     """
     compression = compression_of(path)
-    with sources.open_source(path, read_ahead=read_ahead) as raw:
-        if not compression:
-            if not offset and raw.peek(3)[:3] == codecs.BOM_UTF8:
-                offset = len(codecs.BOM_UTF8)
-            raw.seek(offset)
-            yield raw, raw.tell
-            return
-        with DECOMPRESSED[compression](raw) as file:
-            if not offset and file.peek(3)[:3] == codecs.BOM_UTF8:
-                offset = len(codecs.BOM_UTF8)
+    with contextlib.ExitStack() as stack:
+        raw = stack.enter_context(sources.open_source(path, read_ahead=read_ahead))
+        file = stack.enter_context(DECOMPRESSED[compression](raw)) if compression else raw
+        if not offset and file.peek(3)[:3] == codecs.BOM_UTF8:
+            offset = len(codecs.BOM_UTF8)
+        if compression:
             _skip(file, offset)
-            yield file, raw.tell
+        else:
+            file.seek(offset)
+        yield file, raw.tell
 
 
 def _skip(file: BinaryIO, size: int) -> None:

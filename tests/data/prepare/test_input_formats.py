@@ -259,6 +259,15 @@ def test_faulty_elements_of_an_array_are_named_by_their_number(tmp_path, capsys)
     assert texts(tmp_path / "out") == ["good", "too"]
 
 
+@pytest.mark.parametrize("chunk", range(1, 12))
+def test_an_element_at_the_end_of_a_chunk_is_complete(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(streams, "CHUNK", chunk)
+    (tmp_path / "a.json").write_text('[123456, 7.25, {"text": "a"}]')
+    options = inputs.ReadOptions("text", "", "")
+    found = list(json_records.read(tmp_path / "a.json", options, records.START))
+    assert [one.data for one in found] == [b"123456", b"7.25", b'{"text": "a"}']
+
+
 def test_an_array_is_not_held_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "CHUNK", 1000)
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 100}] * 3000))
