@@ -135,8 +135,8 @@ class _Text:
             except RecursionError:
                 depth = foreign.MAX_DEPTH
                 raise self.fault(f"nested more than {depth} levels deep") from None
-            # A number at the end of the part in memory may have more digits.
-            if end == len(self._buffer) and self._read(unread):
+            # A number near the end of the part in memory may go on: .5 or e+5 may follow.
+            if len(self._buffer) - end < 3 and self._read(unread):
                 continue
             written = self._encoded(self._buffer[start:end])
             check_size(self._path, len(written), limit, number)
