@@ -184,12 +184,12 @@ def list_objects(url: str) -> list[Path]:
 def _place(path: Path) -> tuple[Any, str]:
     """Returns the file system of pyarrow that has an object, and its name there: BUCKET/KEY."""
     scheme, _, place = object_store.url(path).partition("://")
-    return filesystem(scheme), place
+    return filesystem(scheme, place.partition("/")[0]), place
 
 
 @functools.cache
-def filesystem(scheme: str) -> Any:
-    """Returns pyarrow's client, with the variables that TensorStore's has: see object_store.py."""
+def filesystem(scheme: str, bucket: str) -> Any:
+    """Returns pyarrow's client for a bucket; it has the variables of TensorStore's."""
     fs = import_optional("pyarrow.fs", "data")
     if scheme == "gs":
         host = os.environ.get("STORAGE_EMULATOR_HOST", "")
@@ -207,6 +207,9 @@ def filesystem(scheme: str) -> Any:
         options["scheme"], _, options["endpoint_override"] = endpoint.rstrip("/").partition("://")
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         options["region"] = region
+    elif not endpoint:
+        with contextlib.suppress(OSError):
+            options["region"] = fs.resolve_s3_region(bucket)
     return fs.S3FileSystem(
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
         connect_timeout=CONNECT_TIMEOUT,
