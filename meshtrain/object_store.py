@@ -166,6 +166,17 @@ def read(path: Path) -> tuple[bytes | None, bytes | None]:
     return data, generation if any(generation) else None
 
 
+def read_range(path: Path, start: int, end: int) -> tuple[bytes, bytes]:
+    """Returns the bytes from `start` up to `end` of an object, and its generation."""
+    result = _request(
+        path.parent,
+        lambda store: store.read(path.name, byte_range=slice(start, end)).result(),
+    )
+    if result.state != "value":
+        raise OSError(None, "the object was removed", url(path))
+    return result.value, result.stamp.generation
+
+
 def write(path: Path, data: bytes | None, *, only_if: bytes | None = None) -> bytes:
     """Writes an object, or removes it if `data` is None, and returns its generation.
 
@@ -314,14 +325,15 @@ class Lease:
             write(self._lock, None, only_if=self._generation)
 
 
-def acquire_lease(lock: Path, *, log: Callable[[str], None]) -> str:
+def acquire_lease(lock: Path, *, log: Callable[[str], None], key: str = "--workdir") -> str:
     """Acquires the lock; returns an error message if another run holds it, else an empty string.
 
-    Waits for up to TERM seconds to see whether a lock is renewed, and logs that it does.
+    Waits for up to TERM seconds to see whether a lock is renewed, and logs that it does. `key` is
+    the flag that named the folder.
     """
     global _held
     workdir = url(lock.parent)
-    fault, generation = _wait_until_free(lock, log)
+    fault, generation = _wait_until_free(lock, log, key)
     if fault:
         return fault
     record = new_record()
@@ -331,16 +343,16 @@ def acquire_lease(lock: Path, *, log: Callable[[str], None]) -> str:
         return ""
     if read(lock)[0] is None:
         raise OSError(None, "nothing can be written there; is there such a bucket?", workdir)
-    return f"--workdir={workdir}: another run has just started in it; use another --workdir"
+    return f"{key}={workdir}: another run has just started in it; use another {key}"
 
 
 def lease_fault(lock: Path, *, log: Callable[[str], None]) -> str:
     """Returns what `acquire_lease` would return, without acquiring the lock."""
-    fault, _ = _wait_until_free(lock, log)
+    fault, _ = _wait_until_free(lock, log, "--workdir")
     return fault
 
 
-def _wait_until_free(lock: Path, log: Callable[[str], None]) -> tuple[str, bytes | None]:
+def _wait_until_free(lock: Path, log: Callable[[str], None], key: str) -> tuple[str, bytes | None]:
     """Returns an error message if another run holds the lock, or "", and the lock's generation."""
     workdir = url(lock.parent)
     seen, generation = read(lock)
@@ -354,8 +366,7 @@ def _wait_until_free(lock: Path, log: Callable[[str], None]) -> tuple[str, bytes
         now, generation = read(lock)
         if now not in (seen, None):
             fault = (
-                f"--workdir={workdir}: another run is in it, {who}; "
-                f"stop that run, or use another --workdir"
+                f"{key}={workdir}: another run is in it, {who}; stop that run, or use another {key}"
             )
             return fault, generation
         seen = now

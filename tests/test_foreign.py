@@ -14,7 +14,8 @@ from meshtrain.cli import app
 from meshtrain.config import load
 from meshtrain.data import chat_template, prepared, tokenizer
 from meshtrain.data.corpus import load_corpus
-from meshtrain.data.prepare import inputs, shards
+from meshtrain.data.prepare import inputs, outputs, shards
+from meshtrain.data.prepare.records import text_of
 from meshtrain.errors import ConfigError, disk_fault, memory_fault
 from meshtrain.huggingface import config_json, convert, files
 from meshtrain.inference import generate
@@ -193,7 +194,7 @@ READERS = {
     "model.safetensors.index.json": files.tensors,
     "huggingface_dtypes.json": convert.original_dtypes,
     "manifest.json": prepared.read_manifest,
-    "progress.jsonl": lambda folder: shards.Journal(folder, {}).close(),
+    "progress.jsonl": lambda folder: shards.Journal(outputs.LocalOutput(folder), {}).close(),
     "tokenizer.json": tokenizer.load,
     "tokenizer.model": tokenizer.load,
     "tokenizer_config.json": chat_template.load,
@@ -219,7 +220,7 @@ def prepare(name, folder):
     paths, _ = inputs.find_files([str(folder / name)], "", folder / "out")
     for record in inputs.read_records(paths, options, len):
         try:
-            inputs.text_of(record, options)
+            text_of(record, options)
         except ValueError as error:
             raise ConfigError(f"{name}: {error}") from None
 

@@ -1,14 +1,11 @@
 """File formats that are neither plain text nor raw tokens: read as such, they would be noise."""
 
-import codecs
 import shlex
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from isal import igzip
-
 from meshtrain import foreign
+from meshtrain.data.prepare import sources, streams
 
 PREPARE = "tokenize it with `meshtrain prepare`, and set data.path to its --output"
 CONVERT = (
@@ -16,6 +13,15 @@ CONVERT = (
     "prepare`, or to a .npy file of token ids"
 )
 EXPORT = "save it as text"
+# Commands that write the decompressed file to the standard output.
+DECOMPRESS = {
+    ".gz": "gzip -dc",
+    ".zst": "zstd -dc",
+    ".zstd": "zstd -dc",
+    ".xz": "xz -dc",
+    ".lzma": "xz -dc",
+    ".bz2": "bzip2 -dc",
+}
 LOOK_AT = 1 << 16  # bytes of the first line that are read
 
 
@@ -27,6 +33,17 @@ class Format(NamedTuple):
     extensions: tuple[str, ...]
     magic: bytes = b""  # the first bytes; b"": it has none
     in_prepare: str = ""  # the way out for an input of `meshtrain prepare`; "": the same
+
+
+def _stream(extensions: tuple[str, ...], magic: bytes = b"") -> Format:
+    """Returns a compression that `meshtrain prepare` reads."""
+    return Format(
+        "compressed",
+        PREPARE,
+        extensions,
+        magic,
+        in_prepare=f"rename it to end in {extensions[0]}",
+    )
 
 
 def _compressed(command: str, extensions: tuple[str, ...], magic: bytes = b"") -> Format:
@@ -65,16 +82,9 @@ JSON_OBJECT = _json(
     "write each object on one line with `jq -c . FILE > LINES` (`.NAME[]` in place of `.` for a "
     "list in it)",
 )
-TABLE = Format(
-    "a table",
-    CONVERT,
-    (".csv", ".tsv"),
-    in_prepare=(
-        "convert it to JSON lines or Parquet with a column of text; to tokenize the table itself "
-        "as text, give its folder and a --pattern"
-    ),
-)
-TEXTS = (JSON, TABLE)  # text that may well be a document itself, among the files of a folder
+TABLE = Format("a table", PREPARE, (".csv", ".tsv"))
+# Text that may well be a document itself, among the files of a folder.
+TEXTS = (JSON, TABLE)
 FORMATS = (
     JSON_LINES,
     Format(
@@ -84,7 +94,14 @@ FORMATS = (
         b"PAR1",
         in_prepare="rename it to end in .parquet",
     ),
-    Format("an Arrow file", CONVERT, (".arrow", ".feather"), b"ARROW1"),
+    Format(
+        "an Arrow file",
+        PREPARE,
+        (".arrow", ".feather", ".ipc"),
+        b"ARROW1",
+        in_prepare="rename it to end in .arrow",
+    ),
+    Format("an ArrayRecord file", PREPARE, (".array_record", ".arrayrecord")),
     Format("a Feather file", CONVERT, (), b"FEA1"),
     Format("an ORC file", CONVERT, (".orc",)),
     Format("an Avro file", CONVERT, (".avro",), b"Obj\x01"),
@@ -105,17 +122,11 @@ FORMATS = (
         in_prepare="if it holds token ids, set data.path to it: a .npy file needs no preparation",
     ),
     Format("a NumPy archive", "save its array of token ids as .npy", (".npz",)),
-    Format(
-        "compressed",
-        PREPARE,
-        (".gz",),
-        b"\x1f\x8b\x08",
-        in_prepare="rename it to end in .gz",
-    ),
-    _compressed("zstd -d", (".zst", ".zstd"), b"\x28\xb5\x2f\xfd"),
-    _compressed("bzip2 -dk", (".bz2",), b"BZh91AY&SY"),
-    _compressed("xz -dk", (".xz",), b"\xfd7zXZ\0"),
-    _compressed("xz -dk", (".lzma",)),
+    _stream((".gz",), b"\x1f\x8b\x08"),
+    _stream((".zst", ".zstd"), b"\x28\xb5\x2f\xfd"),
+    _stream((".bz2",), b"BZh91AY&SY"),
+    _stream((".xz",), b"\xfd7zXZ\0"),
+    _stream((".lzma",)),
     _compressed("lz4 -d", (".lz4",), b"\x04\x22\x4d\x18"),
     _compressed("brotli -d", (".br",)),
     _compressed("gzip -dk", (".z",)),
@@ -130,8 +141,9 @@ def way_out(known: Format, path: Path, *, in_prepare: bool = False) -> str:
     """Returns what to do with a file of this format, with its name in the command."""
     text = (in_prepare and known.in_prepare) or known.way_out
     file = shlex.quote(str(path))
-    if path.suffix == ".gz" and " FILE > " in text:
-        text = text.replace("`jq", f"`gzip -dc {file} | jq").replace(" FILE > ", " > ")
+    command = DECOMPRESS.get(streams.compression_of(path))
+    if command and " FILE > " in text:
+        text = text.replace("`jq", f"`{command} {file} | jq").replace(" FILE > ", " > ")
         path = path.with_suffix("")
     lines = path.with_suffix(".jsonl")
     if lines.exists():  # perhaps the file itself
@@ -158,15 +170,16 @@ def of_input(path: Path, *, is_named: bool) -> Format | None:
 
     `is_named` is False for a file of a folder, in which a table or an object may be a document.
     """
-    inner = path.with_suffix("") if path.suffix == ".gz" else path
+    inner = path.with_suffix("") if streams.compression_of(path) else path
     found = by_name(inner)
+    line = first_line(path)
     if found in (JSON, JSON_LINES):
-        return of_json(first_line(path))
-    if inner.suffix.lower() == ".parquet":
-        return None
+        known = of_json(line)
+        return None if known in (JSON_ARRAY, JSON_TEXTS) else known
+    if found == TABLE:
+        return by_magic(line)
     if found and (is_named or found not in TEXTS):
         return found
-    line = first_line(path)
     return _of_text(line) if is_named else by_magic(line)
 
 
@@ -221,16 +234,15 @@ def of_json(line: bytes) -> Format | None:
 def first_line(path: Path) -> bytes:
     """Returns the first line of a file that is not blank, or its beginning.
 
-    It is decompressed if its name ends in .gz. Returns b"" for what cannot be read: opening the
-    data reports it.
+    It is decompressed if its name says so. Returns b"" for what cannot be read: opening the data
+    reports it.
     """
     try:
-        if not path.stat().st_size:
+        if not sources.size_of(path):
             return b""  # not opened: a file of /proc may wait for ever
-        with open(path, "rb") as raw:
-            file = igzip.IGzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            beginning = file.read(LOOK_AT).removeprefix(codecs.BOM_UTF8)
-    except (OSError, EOFError, zlib.error):
+        with streams.open_at(path, 0, read_ahead=LOOK_AT) as (file, _):
+            beginning = file.read(LOOK_AT)
+    except streams.CORRUPT:
         return b""
     return beginning.lstrip().partition(b"\n")[0]
 

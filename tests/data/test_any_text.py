@@ -15,7 +15,8 @@ import pytest
 from hypothesis import strategies as st
 
 from meshtrain.data import corpus, packing, split_points, tokenizer
-from meshtrain.data.prepare import inputs
+from meshtrain.data.prepare import inputs, streams
+from meshtrain.data.prepare.records import text_of
 from meshtrain.data.source import to_batch
 from meshtrain.inference.generate import stream_text
 
@@ -57,7 +58,7 @@ BOM = "\ufeff"
 
 def records_of(name, content, *, chunk, separator="", split=len):
     """Returns the records of a file, and checks that reading resumes after each document."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(inputs, "CHUNK", chunk):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(streams, "CHUNK", chunk):
         path = Path(folder) / name
         path.write_bytes(content)
         options = inputs.ReadOptions("text", separator, forbidden="")
@@ -76,7 +77,7 @@ def records_of(name, content, *, chunk, separator="", split=len):
 )
 def test_a_text_file_is_one_document_with_all_of_its_characters(text, chunk, split):
     records, options = records_of("a.txt", text.encode(), chunk=chunk, split=split)
-    assert "".join(inputs.text_of(one, options) for one in records) == text.removeprefix(BOM)
+    assert "".join(text_of(one, options) for one in records) == text.removeprefix(BOM)
     if records:
         assert [one.starts_document for one in records] == [True] + [False] * (len(records) - 1)
         assert [one.ends_document for one in records] == [False] * (len(records) - 1) + [True]
@@ -97,7 +98,7 @@ def test_documents_between_separators_are_those_of_a_plain_split(texts, separato
     )
     documents = content.removeprefix(BOM.encode()).split(separator.encode())
     expected = [one.decode() for one in documents if one.strip()]
-    assert [inputs.text_of(one, options) for one in records] == expected
+    assert [text_of(one, options) for one in records] == expected
 
 
 @EXAMPLES
@@ -115,14 +116,14 @@ def test_a_field_of_json_lines_is_the_text(texts, ascii_only, end, with_bom):
         lines.append(json.dumps(row, ensure_ascii=ascii_only) + end)
     content = (BOM * with_bom + "".join(lines)).encode()
     records, options = records_of("a.jsonl", content, chunk=1)
-    assert [inputs.text_of(one, options) for one in records] == texts
+    assert [text_of(one, options) for one in records] == texts
 
 
 @pytest.mark.parametrize("half", ["\\ud83d", "\\ude00", "\\ude00\\ud83d", "a\\ud83d\\\\ude00"])
 def test_half_of_a_surrogate_pair_is_a_fault_of_its_line(half):
     records, options = records_of("a.jsonl", f'{{"text": "{half}"}}\n'.encode(), chunk=1)
     with pytest.raises(ValueError, match="half of a surrogate pair"):
-        inputs.text_of(records[0], options)
+        text_of(records[0], options)
 
 
 INVALID = (b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe2\x82", b"\x80")
@@ -143,7 +144,7 @@ def test_a_byte_that_is_no_utf_8_is_named_whatever_chunk_it_is_in(before, after,
             name, content, chunk=max(chunk, len(separator)), separator=separator
         )
         with pytest.raises(ValueError) as fault:
-            inputs.text_of(record, options)
+            text_of(record, options)
         assert str(fault.value) == expected
 
 

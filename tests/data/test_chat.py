@@ -326,14 +326,17 @@ def test_the_held_out_conversations_are_the_fraction(tmp_path, folders):
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_a_json_array_of_conversations_is_named(tmp_path, folders, is_folder):
+def test_a_json_array_of_conversations_is_read(tmp_path, folders, is_folder):
     path = tmp_path / "in" / "a.json"
     path.parent.mkdir()
     path.write_text(f"[{', '.join(LINES)}]")
-    given = path.parent if is_folder else path
-    with pytest.raises(ConfigError) as error:
-        build(given, folders["chatml"])
-    assert f"data.path={given}: {path} is a JSON array, not JSON lines; convert" in str(error.value)
+    source = build(path.parent if is_folder else path, folders["chatml"])
+    (tmp_path / "a.jsonl").write_text("\n".join(LINES))
+    expected = build(tmp_path / "a.jsonl", folders["chatml"])
+    assert source.read(np.arange(4)).tokens.tolist() == expected.read(np.arange(4)).tokens.tolist()
+    path.write_text(f'[{LINES[0]}, "text"]')
+    with pytest.raises(ConfigError, match=f"{path}:2: is a text, no object; use "):
+        build(path, folders["chatml"])
 
 
 def test_conversations_have_the_same_tokens_despite_dropout_in_the_tokenizer(tmp_path, folders):

@@ -23,20 +23,22 @@ FILES = {
     "rows.jsonl.gz": (gzip.compress(LINES), "is JSON lines, .*meshtrain prepare"),
     "rows.txt.gz": (gzip.compress(LINES), "is compressed, .*meshtrain prepare"),
     "rows": (gzip.compress(LINES), "is compressed"),
-    "rows.CSV": (b"text\none\n" * 9, "is a table, .*convert it to JSON lines or Parquet"),
+    "rows.CSV": (b"text\none\n" * 9, "is a table, .*meshtrain prepare"),
     "rows.csv.gz": (gzip.compress(LINES), "is a table"),
-    "rows.arrow": (b"\xff\xff\xff\xff\x78\x02\0\0" * 9, "is an Arrow file, .*convert it"),
+    "rows.arrow": (b"\xff\xff\xff\xff\x78\x02\0\0" * 9, "is an Arrow file, .*meshtrain prepare"),
     "rows.bin": (b"ARROW1\0\0" * 9, "is an Arrow file"),
     "rows.parquet": (b"PAR1" * 9, "is a Parquet file, .*meshtrain prepare"),
     "rows.tok": (b"PAR1\x15\x04" * 9, "is a Parquet file"),
-    "rows.txt.zst": (b"\x28\xb5\x2f\xfd" * 9, "is compressed, .*`zstd -d .*rows.txt.zst`"),
-    "rows.b": (bz2.compress(LINES), "is compressed, .*decompress it"),
-    "rows.x": (lzma.compress(LINES), "is compressed, .*decompress it"),
+    "rows.txt.zst": (b"\x28\xb5\x2f\xfd" * 9, "is compressed, .*meshtrain prepare"),
+    "rows.b": (bz2.compress(LINES), "is compressed, .*meshtrain prepare"),
+    "rows.x": (lzma.compress(LINES), "is compressed, .*meshtrain prepare"),
     "array.json": (b'[\n{"text": "a"},\n', "is a JSON array, .*jq -c '.\\[\\]' .*array.json > "),
     "array.json.gz": (gzip.compress(b'[{"text": "a"}]'), "`gzip -dc .*array.json.gz . jq -c"),
     "texts.json": (b'["a", "b"]', "is a JSON array of texts, .*{text: .}"),
     "blank.json": (b'\xef\xbb\xbf\n [ \n{"text": "a"},\n', "is a JSON array, "),
     "object.json": (b'{\n "data": [', "is a JSON object over several lines, .*jq -c . "),
+    "rows.lz4": (b"\x04\x22\x4d\x18" * 9, "is compressed, .*decompress it first: `lz4 -d "),
+    "rows.array_record": (b"\x83\xaf" * 9, "is an ArrayRecord file, .*meshtrain prepare"),
     "rows.zip": (b"PK\x03\x04" * 9, "is an archive, .*unpack it"),
     "rows.dat": (b"\x93NUMPY\x01\0" * 9, "is a NumPy array, .*end in .npy"),
 }
@@ -57,19 +59,13 @@ def test_a_file_of_a_known_format_is_rejected_unless_its_dtype_is_given(tmp_path
 OF_PREPARE = {
     "rows.txt": "is JSON lines, not text; rename it to end in .jsonl",
     "rows": "is compressed, not text; rename it to end in .gz",
-    "rows.CSV": "is a table, not text; convert it to JSON lines or Parquet",
-    "rows.csv.gz": "is a table",
-    "rows.arrow": "is an Arrow file",
-    "rows.bin": "is an Arrow file",
+    "rows.bin": "is an Arrow file, not text; rename it to end in .arrow",
     "rows.tok": "is a Parquet file, not text; rename it to end in .parquet",
-    "rows.txt.zst": "is compressed, not text; decompress it first: `zstd -d ",
-    "rows.b": "is compressed, not text; decompress it first: `bzip2 -dk ",
-    "rows.x": "is compressed, not text; decompress it first: `xz -dk ",
-    "array.json": "is a JSON array, not JSON lines; convert it with `jq -c '.[]' ",
-    "array.json.gz": "is a JSON array, not JSON lines; convert it with `gzip -dc ",
-    "texts.json": "is a JSON array of texts, not JSON lines; convert it with `jq -c '.[] | ",
-    "blank.json": "is a JSON array, not JSON lines",
+    "rows.b": "is compressed, not text; rename it to end in .bz2",
+    "rows.x": "is compressed, not text; rename it to end in .xz",
     "object.json": "is a JSON object over several lines, not JSON lines; write each object",
+    "rows.lz4": "is compressed, not text; decompress it first: `lz4 -d ",
+    "rows.parquet.gz": "is a Parquet file that is compressed once more; decompress it",
     "rows.zip": "is an archive, not text; unpack it first: `unzip ",
     "rows.dat": "is a NumPy array, not text; if it holds token ids, set data.path to it",
 }
@@ -77,7 +73,7 @@ OF_PREPARE = {
 
 @pytest.mark.parametrize("name", OF_PREPARE)
 def test_prepare_names_the_format_that_it_does_not_read(tmp_path, capsys, name):
-    (tmp_path / name).write_bytes(FILES[name][0])
+    (tmp_path / name).write_bytes(FILES.get(name, (b"PAR1",))[0])
     (tmp_path / "good.txt").write_text("good")
     flags = [tmp_path / name, tmp_path / "good.txt", f"--output={tmp_path / 'out'}"]
     assert run(*flags) == 2
@@ -91,19 +87,22 @@ def test_prepare_names_the_format_that_it_does_not_read(tmp_path, capsys, name):
 
 def test_a_folder_without_inputs_names_the_format_that_it_holds(tmp_path, capsys):
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "rows.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    (tmp_path / "in" / "rows.jsonl.lz4").write_bytes(b"\x04\x22\x4d\x18")
     assert run(tmp_path / "in", f"--output={tmp_path / 'out'}") == 2
-    assert "rows.jsonl.zst is compressed: decompress it first: `zstd" in capsys.readouterr().err
+    assert "rows.jsonl.lz4 is compressed: decompress it first: `lz4" in capsys.readouterr().err
 
 
-def test_the_command_converts_a_json_array_and_overwrites_nothing(tmp_path, capsys):
+def test_the_command_converts_objects_over_several_lines_and_overwrites_nothing(tmp_path, capsys):
     if not shutil.which("jq"):
         pytest.skip("needs jq")
-    for name in ("it's.json", "b.jsonl"):
-        (tmp_path / name).write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
+    for name in ("it's.json", "b.jsonl", "c.json.gz"):
+        lines = "\n".join(json.dumps({"text": text}, indent=1) for text in ("one", "two"))
+        data = lines.encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
         assert run(tmp_path / name, f"--output={tmp_path / 'out'}") == 2
-        subprocess.run(capsys.readouterr().err.split("`")[1], shell=True, check=True)
-    converted = [tmp_path / "it's.jsonl", tmp_path / "b-lines.jsonl"]
+        command = capsys.readouterr().err.split("`")[1]
+        subprocess.run(command, shell=True, check=True)
+    converted = [tmp_path / name for name in ("it's.jsonl", "b-lines.jsonl", "c.jsonl")]
     for number, path in enumerate(converted):
         assert run(path, f"--output={tmp_path / str(number)}") == 0
         assert texts(tmp_path / str(number)) == ["one", "two"]

@@ -38,6 +38,7 @@ class Store(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: Objects = {}
         self.changes: list[Change] = []
+        self.sent = 0  # bytes of objects
         self.lock = threading.Lock()
         self.reads: list[tuple[str, str | None]] = []  # objects and ranges that were asked for
         # Called with both before the answer; returns an HTTP status to answer instead, or None.
@@ -128,18 +129,21 @@ class _Handler(BaseHTTPRequestHandler):
             end = min(int(last) + 1, len(data)) if first and last else len(data)
             place = f"bytes {start}-{end - 1}/{len(data)}"
             body = data[start:end]
+            self.server.sent += len(body)
             self._answer(HTTPStatus.PARTIAL_CONTENT, body, ETag=_tag(data), Content_Range=place)
         else:
+            self.server.sent += len(data) if self.command == "GET" else 0
             self._answer(HTTPStatus.OK, data, ETag=_tag(data))
 
     do_HEAD = do_GET
 
     def _list(self, prefix: str, after: str) -> None:
         with self.server.lock:
-            names = sorted(self.server.objects)
-        found = [name for name in names if name.startswith(prefix) and name > after]
+            sizes = {name: len(data) for name, data in self.server.objects.items()}
+        found = [name for name in sorted(sizes) if name.startswith(prefix) and name > after]
         entries = "".join(
-            f"<Contents><Key>{escape(name)}</Key><Size>1</Size></Contents>" for name in found
+            f"<Contents><Key>{escape(name)}</Key><Size>{sizes[name]}</Size></Contents>"
+            for name in found
         )
         body = (
             f'<?xml version="1.0" encoding="UTF-8"?><ListBucketResult>'

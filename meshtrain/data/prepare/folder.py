@@ -14,8 +14,10 @@ import numpy as np
 
 from meshtrain import console
 from meshtrain.data import indexed, prepared, tokenizer
-from meshtrain.data.prepare import inputs, shards, tokenize
-from meshtrain.data.prepare.inputs import ReadOptions
+from meshtrain.data.prepare import inputs, shards, sources, tokenize
+from meshtrain.data.prepare.outputs import MAX_OBJECT_BYTES, Output
+from meshtrain.data.prepare.parts import Part
+from meshtrain.data.prepare.records import Position, ReadOptions
 from meshtrain.data.prepare.tokenize import RecordResult
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
@@ -25,16 +27,16 @@ MAX_FAULTS_SHOWN = 5
 
 
 def write_folder(
-    output: Path,
+    output: Output,
     files: list[Path],
     journal: shards.Journal,
     *,
+    part: Part | None = None,
     tokenizer_path: str,
     train_bpe: int,
     eos: str,
     bos: bool,
-    field: str,
-    separator: str,
+    options: ReadOptions,
     shard_tokens: int,
     num_workers: int,
     skip_bad: bool,
@@ -43,8 +45,10 @@ def write_folder(
 
     `tokenizer_path` is a path or "bytes"; with `train_bpe` above 0 a tokenizer of that many tokens
     is trained instead. `eos` is the token that ends documents; "": the tokenizer's. With `bos` they
-    begin with the tokenizer's bos. `field` and `separator` are those of ReadOptions. Raises
-    ConfigError for a document that cannot be used, unless `skip_bad`, or if there is none.
+    begin with the tokenizer's bos. `options` forbid no character yet. Raises ConfigError for a
+    document that cannot be used, unless `skip_bad`, or if there is none.
+
+    Of a `part` only its files are tokenized, and the output is its folder. It may have no document.
     """
     loaded = _store_tokenizer(
         output,
@@ -53,9 +57,16 @@ def write_folder(
         train_bpe=train_bpe,
         eos=eos,
         bos=bos,
-        options=ReadOptions(field, separator, forbidden=""),
+        options=options,
     )
     dtype = indexed.smallest_dtype(loaded.vocab_size)
+    # Twice: its last document may be large too.
+    if output.is_stored and 2 * shard_tokens * dtype.itemsize > MAX_OBJECT_BYTES:
+        raise ConfigError(
+            f"--shard_tokens={shard_tokens}: an object of a store has at most "
+            f"{MAX_OBJECT_BYTES >> 30} GiB here; use {MAX_OBJECT_BYTES // 2 // dtype.itemsize} or "
+            f"less"
+        )
     # Bytes have no token besides the characters, so NUL ends documents.
     forbidden = "\0" if loaded.kind == "bytes" else ""
     job = tokenize.Job(
@@ -64,8 +75,11 @@ def write_folder(
         eos=loaded.eos,
         bos=loaded.bos if bos else None,
         dtype=dtype.str,
-        options=ReadOptions(field, separator, forbidden),
+        options=dataclasses.replace(options, forbidden=forbidden),
     )
+
+    if part:
+        files = part.files(files)
 
     # Read here, tokenize in `num_workers` processes, write here: in order, so that the output
     # does not depend on their number.
@@ -76,20 +90,23 @@ def write_folder(
         tokenize.work_units(records),
         num_workers,
     )
-    writer = shards.ShardWriter(output, journal, dtype=dtype, shard_tokens=shard_tokens)
+    writer = shards.ShardWriter(
+        output.folder,
+        journal,
+        dtype=dtype,
+        shard_tokens=shard_tokens,
+        keeps_text_bytes=part is not None,
+    )
     began = time.monotonic()
     try:
         with closing(tokenized), _progress(files, start) as show:
             for tokens, results in tokenized:
                 _write_unit(writer, tokens, results, files, skip_bad)
                 show(results[-1])
-        writer.finish(inputs.Position(len(files)))
+        writer.finish(Position(len(files)))
     finally:
         writer.close()
 
-    summary = shards.summary(journal.shards)
-    if not summary["documents"]:
-        raise ConfigError(f"--output={output}: the inputs contain no document; give others")
     manifest = {
         "version": prepared.VERSION,
         "tokenizer": {
@@ -102,14 +119,30 @@ def write_folder(
         },
         "settings": journal.settings,
         "dtype": dtype.name,
-        **summary,
+        **shards.summary(journal.shards),
     }
-    prepared.write_durably(output / prepared.MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    _print_summary(output, manifest, time.monotonic() - began)
+    if part is None:
+        finish(output, manifest, time.monotonic() - began)
+    else:
+        _write_manifest(output, manifest)
+
+
+def finish(output: Output, manifest: dict[str, Any], seconds: float) -> None:
+    """Write the manifest, after all other files; raises ConfigError if there is no document."""
+    if not manifest["documents"]:
+        raise ConfigError(f"--output={output.name}: the inputs contain no document; give others")
+    _write_manifest(output, manifest)
+    _print_summary(output, manifest, seconds)
+
+
+def _write_manifest(output: Output, manifest: dict[str, Any]) -> None:
+    text = json.dumps(manifest, indent=1) + "\n"
+    prepared.write_durably(output.folder / prepared.MANIFEST, text)
+    output.publish([prepared.MANIFEST])
 
 
 def _store_tokenizer(
-    output: Path,
+    output: Output,
     files: list[Path],
     *,
     tokenizer_path: str,
@@ -119,8 +152,9 @@ def _store_tokenizer(
     options: ReadOptions,
 ) -> Tokenizer:
     """Returns the tokenizer after copying it into the output; trains it first if requested."""
+    folder = output.folder
     if train_bpe:
-        file = output / "tokenizer.json"
+        file = folder / "tokenizer.json"
         if not file.exists():
             tokenize.train_bpe(files, options, train_bpe, file)
         loaded = tokenizer.load(file, eos)
@@ -128,8 +162,8 @@ def _store_tokenizer(
         loaded = tokenizer.load(tokenizer_path, eos)
         if loaded.file:
             name = "tokenizer.json" if loaded.kind == "huggingface" else "tokenizer.model"
-            shutil.copyfile(loaded.file, output / name)
-            loaded = dataclasses.replace(loaded, file=output / name)
+            shutil.copyfile(loaded.file, folder / name)
+            loaded = dataclasses.replace(loaded, file=folder / name)
     if loaded.eos is None:
         raise ConfigError(
             f"--tokenizer={tokenizer_path}: none of its special tokens is known to end a document; "
@@ -139,8 +173,9 @@ def _store_tokenizer(
         raise ConfigError(
             f"--bos: --tokenizer={tokenizer_path} has no token that begins a document"
         )
-    with open(output / prepared.TOKEN_BYTES, "wb") as file:
+    with open(folder / prepared.TOKEN_BYTES, "wb") as file:
         np.save(file, loaded.token_bytes())
+    output.publish([prepared.TOKEN_BYTES, *([loaded.file.name] if loaded.file else [])])
     return loaded
 
 
@@ -157,7 +192,7 @@ def _write_unit(
     for result in results:
         position = result.next_position
         if result.fault:
-            fault = f"{files[position.file]}:{position.number}: {result.fault}"
+            fault = f"{sources.name_of(files[position.file])}:{position.number}: {result.fault}"
             faults.append(fault)
             writer.add_fault(fault)
             continue
@@ -178,14 +213,12 @@ def _write_unit(
 
 
 @contextmanager
-def _progress(
-    files: list[Path], start: inputs.Position
-) -> Iterator[Callable[[RecordResult], None]]:
+def _progress(files: list[Path], start: Position) -> Iterator[Callable[[RecordResult], None]]:
     """Yields a function that shows the progress.
 
     It draws a bar on a terminal, and prints a line every LOG_EVERY elsewhere.
     """
-    sizes = [path.stat().st_size for path in files]
+    sizes = [sources.size_of(path) for path in files]
     offsets = np.cumsum([0, *sizes])
     total = sum(sizes)
     already_done = int(offsets[min(start.file, len(files))])
@@ -208,10 +241,10 @@ def _progress(
         yield show
 
 
-def _print_summary(output: Path, manifest: dict[str, Any], seconds: float) -> None:
+def _print_summary(output: Output, manifest: dict[str, Any], seconds: float) -> None:
     bytes_per_token = manifest["text_bytes"] / manifest["tokens"]
     console.say(
-        f"{output}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
+        f"{output.name}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
         f"{bytes_per_token:.2f} bytes of text per token, {len(manifest['shards'])} shards, "
         f"{seconds:.1f} s"
     )
@@ -219,7 +252,9 @@ def _print_summary(output: Path, manifest: dict[str, Any], seconds: float) -> No
     if num_skipped:
         console.say(
             f"skipped: {num_skipped:,} documents; the first are listed in "
-            f"{output / prepared.MANIFEST}"
+            f"{output.name}/{prepared.MANIFEST}"
         )
     vocab_size = manifest["tokenizer"]["vocab_size"]
-    console.say(f"train with --config.data.path={output} --config.model.vocab_size={vocab_size}")
+    console.say(
+        f"train with --config.data.path={output.name} --config.model.vocab_size={vocab_size}"
+    )

@@ -5,7 +5,6 @@ describes a complete shard, and the position in the inputs where the next one be
 the manifest replaces the journal.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -18,63 +17,82 @@ from isal import isal_zlib
 
 from meshtrain import foreign, storage
 from meshtrain.data import indexed, prepared
-from meshtrain.data.prepare.inputs import Position
+from meshtrain.data.indexed import Shard
+from meshtrain.data.prepare.outputs import LOCK, Locked, Output
+from meshtrain.data.prepare.records import Position
 from meshtrain.errors import ConfigError
 
 FIRST_LINE = b'{"settings": {'  # of a journal
 MAX_BYTES = 256 << 20  # of a journal
+TEXT = "text"  # extension of the file with the size of each document, in a part
+COPY_TOKENS = 1 << 24  # at a time
+PARTS = "parts"  # in the settings: the number of parts that are prepared apart, see parts.py
 MAX_FAULTS = 20  # messages stored per shard, and in the manifest; further faults are only counted
 
 
 class Journal:
     """The progress of a prepared folder. Holds a lock on the folder until it is closed."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]):
-        """Open or create a folder; raises ConfigError if it holds other files or is locked."""
+    def __init__(self, output: Output, settings: dict[str, Any]):
+        """Open or create a folder; raises ConfigError if it holds other files, Locked if locked."""
+        folder = output.folder
         self.path = folder / prepared.JOURNAL
         self.settings = settings
         self.is_done = False
         self.shards: list[dict[str, Any]] = []
+        self._output = output
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            names = {path.name for path in folder.iterdir()}
+            output.acquire()
+            output.fetch()
+            names = {name for name in output.names() if name != LOCK}
             if names and prepared.MANIFEST not in names and not _is_own(self.path):
                 raise ConfigError(
-                    f"--output={folder}: holds other files; use an empty or new folder"
+                    f"--output={output.name}: holds other files; use an empty or new folder"
                 )
             self._file = open(self.path, "a+b")
         except OSError as error:
-            raise ConfigError(f"--output={folder}: {error.strerror}; use another folder") from None
+            output.release()
+            raise ConfigError(
+                f"--output={output.name}: {error.strerror}; use another folder"
+            ) from None
+        except ConfigError:
+            output.release()
+            raise
         try:
-            self._start(folder)
+            self._start()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
-    def _start(self, folder: Path) -> None:
+    def _start(self) -> None:
         """Lock the folder; read the shards that are complete, or write the first line."""
+        folder = self.path.parent
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"--output={folder}: another `meshtrain prepare` is running in it; "
+            raise Locked(
+                f"--output={self._output.name}: another `meshtrain prepare` is running in it; "
                 f"wait until it ends"
             ) from None
         if (folder / prepared.MANIFEST).exists():
             self.is_done = True
-            _check_settings(folder, prepared.read_manifest(folder)["settings"], self.settings)
+            check_settings(self._output, read_settings(folder / prepared.MANIFEST), self.settings)
             self.finish()  # it was opened for the lock
             return
         lines = self._read_complete_lines()
+        if lines and PARTS in {*lines[0].get("settings", {}), *self.settings}:
+            # Their folders are there even if the journal lists no shard.
+            check_settings(self._output, lines[0]["settings"], self.settings)
         if len(lines) < 2:  # no complete shard, so there is nothing to resume
-            self._file.truncate(0)
             if lines != [{"settings": self.settings}]:
+                self._file.truncate(0)
                 # The old tokenizer may have been trained with other settings.
-                (folder / "tokenizer.json").unlink(missing_ok=True)
-            self._append({"settings": self.settings})
-            storage.sync(folder)
+                self._output.remove("tokenizer.json")
+                self._append({"settings": self.settings})
+                storage.sync(folder)
             return
-        _check_settings(folder, lines[0]["settings"], self.settings)
+        check_settings(self._output, lines[0]["settings"], self.settings)
         self.shards = lines[1:]
         sizes = {}
         try:
@@ -83,7 +101,7 @@ class Journal:
                     name = f"{shard['name']}.{kind}"
                     if not foreign.is_file_name(name):
                         raise TypeError(f"{name!r} is not the name of a file in its folder")
-                    sizes[folder / name] = file["size"]
+                    sizes[name] = file["size"]
                 counts = [shard[key] for key in ("documents", "tokens", "text_bytes", "skipped")]
                 numbers = [*counts, *Position(*shard["next"])]
                 if not all(isinstance(number, int) and number >= 0 for number in numbers):
@@ -92,11 +110,12 @@ class Journal:
                     raise TypeError("its faults are not a list")
         except (KeyError, TypeError, AttributeError) as error:
             raise self._damaged(error) from error
-        for path, size in sizes.items():
-            if not path.is_file() or path.stat().st_size != size:
-                raise ConfigError(
-                    f"{path}: changed since it was written; remove {folder} and start again"
-                )
+        missing = self._output.missing(sizes)
+        if missing:
+            raise ConfigError(
+                f"{self._output.name}/{missing[0]}: changed since it was written; remove "
+                f"{self._output.name} and start again"
+            )
 
     def _damaged(self, error: Exception) -> ConfigError:
         return ConfigError(
@@ -123,9 +142,14 @@ class Journal:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._output.publish([prepared.JOURNAL])
 
     def add(self, shard: dict[str, Any]) -> None:
+        """Add a shard whose files are complete on the local disk."""
+        names = [f"{shard['name']}.{kind}" for kind in shard["files"]]
+        self._output.publish(names)
         self._append(shard)
+        self._output.discard(names)
         self.shards.append(shard)
 
     @property
@@ -135,11 +159,11 @@ class Journal:
 
     def finish(self) -> None:
         """Remove the journal; the manifest replaces it."""
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+        self._output.remove(prepared.JOURNAL)
 
     def close(self) -> None:
         self._file.close()
+        self._output.release()
 
 
 def _is_own(journal: Path) -> bool:
@@ -152,7 +176,15 @@ def _is_own(journal: Path) -> bool:
     return is_incomplete or prepared.is_prepared(journal.parent)
 
 
-def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+def read_settings(path: Path) -> dict[str, Any]:
+    """Returns the settings in a manifest; {} if it is corrupt."""
+    try:
+        return dict(foreign.read_json(path).get("settings", {}))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def check_settings(output: Output, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raises ConfigError if the folder was started with different settings."""
     old = old if isinstance(old, dict) else {}
     changes = []
@@ -161,11 +193,14 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
             continue
         if key == "inputs":
             changes.append("the inputs have changed (files, sizes or times)")
+        elif key == PARTS:
+            was, now = (f"--part=I/{one[key]}" if key in one else "no --part" for one in (old, new))
+            changes.append(f"with {was}, now {now}")
         else:
             changes.append(f"{key} was {old.get(key)!r}, now {new.get(key)!r}")
     if changes:
         raise ConfigError(
-            f"--output={folder}: was started with different settings: {'; '.join(changes)}; "
+            f"--output={output.name}: was started with different settings: {'; '.join(changes)}; "
             f"use another --output, or remove it"
         )
 
@@ -173,8 +208,18 @@ def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> N
 class ShardWriter:
     """Writes documents to shards. A shard is finished after the document that fills it."""
 
-    def __init__(self, folder: Path, journal: Journal, *, dtype: np.dtype, shard_tokens: int):
+    def __init__(
+        self,
+        folder: Path,
+        journal: Journal,
+        *,
+        dtype: np.dtype,
+        shard_tokens: int,
+        keeps_text_bytes: bool = False,
+    ):
+        """With `keeps_text_bytes` a shard has a further file, NAME.text: int64 of each document."""
         self._folder = folder
+        self._keeps_text_bytes = keeps_text_bytes
         self._journal = journal
         self._dtype = dtype
         self._shard_tokens = shard_tokens
@@ -184,9 +229,11 @@ class ShardWriter:
     def _start_shard(self) -> None:
         self._name = f"{len(self._journal.shards):05d}"
         self._lengths: list[int] = []  # tokens of each document
+        self._text_lengths: list[int] = []  # bytes of each document, before it was tokenized
         self._document_tokens = 0  # of the current document
+        self._document_text_bytes = 0
         self._tokens = 0  # of all documents before it
-        self._text_bytes = 0
+        self._text_bytes = 0  # of all documents, and of the current one
         self._num_faults = 0
         self._faults: list[str] = []
         self._hash = hashlib.sha256()
@@ -199,14 +246,18 @@ class ShardWriter:
 
     def write(self, tokens: np.ndarray, text_bytes: int) -> None:
         """Append tokens to the current document."""
+        self._write(tokens)
+        self._document_tokens += len(tokens)
+        self._document_text_bytes += text_bytes
+        self._text_bytes += text_bytes
+
+    def _write(self, tokens: np.ndarray) -> None:
         if self._file is None:
             self._file = open(self._partial_path, "wb")
         data = tokens.astype(self._dtype, copy=False).tobytes()
         self._file.write(data)
         self._hash.update(data)
         self._add_checksums(data)
-        self._document_tokens += len(tokens)
-        self._text_bytes += text_bytes
 
     def _add_checksums(self, data: bytes) -> None:
         view = memoryview(data)
@@ -221,10 +272,32 @@ class ShardWriter:
     def end_document(self, next_position: Position) -> None:
         """End the current document; the next one begins at `next_position` in the inputs."""
         self._lengths.append(self._document_tokens)
+        self._text_lengths.append(self._document_text_bytes)
         self._tokens += self._document_tokens
-        self._document_tokens = 0
+        self._document_tokens = self._document_text_bytes = 0
         if self._tokens >= self._shard_tokens:
             self._finish_shard(next_position)
+
+    def copy(self, shard: Shard, text_lengths: np.ndarray, *, number: int, first: int) -> None:
+        """Append the documents of shard `number` of the parts, from document `first` on.
+
+        The shards are those that `write` and `end_document` would make of the same documents.
+        """
+        num_documents = len(shard.starts) - 1
+        while first < num_documents:
+            ends = self._tokens + shard.starts[first + 1 :] - shard.starts[first]
+            # Up to the document that fills the shard.
+            end = first + int(np.searchsorted(ends, self._shard_tokens)) + 1
+            end = min(end, num_documents)
+            for start in range(shard.starts[first], shard.starts[end], COPY_TOKENS):
+                self._write(shard.tokens[start : min(start + COPY_TOKENS, shard.starts[end])])
+            self._lengths += np.diff(shard.starts[first : end + 1]).tolist()
+            self._tokens += int(shard.starts[end] - shard.starts[first])
+            self._text_lengths += text_lengths[first:end].tolist()
+            self._text_bytes += int(text_lengths[first:end].sum())
+            first = end
+            if self._tokens >= self._shard_tokens:
+                self._finish_shard(Position(number, first))
 
     def add_fault(self, fault: str) -> None:
         """Count a skipped document, and store its fault."""
@@ -249,6 +322,10 @@ class ShardWriter:
                 "crc32": "".join(f"{checksum:08x}" for checksum in self._checksums),
             }
             files["idx"] = {"size": len(index), "sha256": hashlib.sha256(index).hexdigest()}
+            if self._keeps_text_bytes:
+                data = np.array(self._text_lengths, "<i8").tobytes()
+                prepared.write_durably(self._folder / f"{self._name}.{TEXT}", data)
+                files[TEXT] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         # The files are on disk, so the journal may list them.
         self._journal.add(
             {

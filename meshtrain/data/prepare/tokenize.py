@@ -20,7 +20,8 @@ import numpy as np
 
 from meshtrain.cluster import signals
 from meshtrain.data import prepared, tokenizer
-from meshtrain.data.prepare.inputs import Position, ReadOptions, Record, read_records, text_of
+from meshtrain.data.prepare.inputs import read_records
+from meshtrain.data.prepare.records import Position, ReadOptions, Record, size_of, text_of
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, import_optional
 
@@ -41,7 +42,7 @@ class Job:
 
 
 class RecordResult(NamedTuple):
-    """The result for one record; inputs.Record describes the fields that both have."""
+    """The result for one record; records.Record describes the fields that both have."""
 
     num_tokens: int
     text_bytes: int
@@ -57,7 +58,7 @@ def work_units(records: Iterable[Record]) -> Iterator[list[Record]]:
     size = 0
     for record in records:
         unit.append(record)
-        size += len(record.data or "") + 100  # an empty record costs time too
+        size += size_of(record) + 100  # an empty record costs time too
         if size >= UNIT_BYTES:
             yield unit
             unit = []

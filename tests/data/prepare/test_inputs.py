@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.data.prepare import inputs
+from meshtrain.data.prepare import inputs, records, streams, tables
 from tests.lib.prepare import (
     KINDS,
     TEXTS,
@@ -43,7 +43,7 @@ def test_prepared_tokens_decode_to_the_text_and_the_manifest_has_the_counts(tmp_
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_input_gives_the_same_documents(tmp_path, monkeypatch, kind, chunk):
-    monkeypatch.setattr(inputs, "CHUNK", chunk)
+    monkeypatch.setattr(streams, "CHUNK", chunk)
     assert run(*inputs_of(kind, tmp_path / "in"), f"--output={tmp_path / 'out'}") == 0
     found = texts(tmp_path / "out")
     are_files = kind in ("files", "gz")  # files are shuffled
@@ -81,7 +81,7 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys, monkeypatch):
 
 
 def test_a_separator_that_never_occurs_is_rejected(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(inputs, "CHUNK", 7)
+    monkeypatch.setattr(streams, "CHUNK", 7)
     (tmp_path / "a.txt").write_text("one\n\ntwo<|end|>three")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo"))
     lines = write_jsonl(tmp_path / "in")
@@ -245,10 +245,12 @@ def test_a_text_that_parquet_stores_once_is_in_memory_once(tmp_path, capsys, mon
     # The first texts of a column make its dictionary.
     path = write("a.parquet", ["a" * (1 << 20)] * 300 + [f"{n}" for n in range(3000)])
     chunk = parquet.ParquetFile(path).metadata.row_group(0).column(0)
-    assert 1 << 20 <= inputs._dictionary_bytes(path, chunk) < 1.1 * (1 << 20)
+    with pyarrow.OSFile(str(path)) as file:
+        size = tables.dictionary_bytes(file, chunk)
+    assert 1 << 20 <= size < 1.1 * (1 << 20)
     assert chunk.total_uncompressed_size < 2 << 20 and path.stat().st_size < 1 << 16
-    monkeypatch.setattr(inputs, "MAX_PARQUET_BYTES", 8 << 20)
-    monkeypatch.setattr(inputs, "MAX_DOCUMENT_BYTES", 8 << 20)
+    monkeypatch.setattr(tables, "MAX_COLUMN_BYTES", 8 << 20)
+    monkeypatch.setattr(records, "MAX_DOCUMENT_BYTES", 8 << 20)
     counts = []
     file_type = parquet.ParquetFile
 
@@ -258,7 +260,8 @@ def test_a_text_that_parquet_stores_once_is_in_memory_once(tmp_path, capsys, mon
             return super().iter_batches(count, **options)
 
     monkeypatch.setattr(parquet, "ParquetFile", Counting)
-    values = [value for _, _, value in inputs.read_parquet_column(path, "text", 0)]
+    options = inputs.ReadOptions("text", "", "")
+    values = [row["text"] for _, _, row in tables.parquet_rows(path, options, 0)]
     assert values[299:302] == [b"a" * (1 << 20), b"0", b"1"] and len(values) == 3300
     assert counts == [7]  # texts of 1 MiB and a little fit into 8 MiB
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshtrain.data import prepared
-from meshtrain.data.prepare import shards, tokenize
+from meshtrain.data.prepare import outputs, shards, tokenize
 from meshtrain.errors import ConfigError
 from tests.lib.prepare import (
     KINDS,
@@ -174,7 +174,7 @@ def test_the_same_command_again_does_nothing(tmp_path, capsys):
 
 def test_a_second_run_in_the_same_folder_is_rejected(tmp_path, capsys):
     flags = [write_jsonl(tmp_path / "in"), f"--output={tmp_path / 'out'}"]
-    journal = shards.Journal(tmp_path / "out", {})
+    journal = shards.Journal(outputs.LocalOutput(tmp_path / "out"), {})
     assert run(*flags) == 2 and "another `meshtrain prepare` is running" in capsys.readouterr().err
     journal.close()
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from meshtrain.data import prepared, tokenizer
-from meshtrain.data.prepare import inputs, tokenize
+from meshtrain.data.prepare import inputs, streams, tokenize
 from tests.lib.prepare import (
     TEXTS,
     content,
@@ -62,7 +62,7 @@ def test_a_long_text_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
         assert len(loaded.pieces(text)) > len(text) // (4 * size)
         assert "".join(loaded.pieces(text)) == text
         assert loaded.encode(text).tolist() == expected
-    monkeypatch.setattr(inputs, "CHUNK", 1000)
+    monkeypatch.setattr(streams, "CHUNK", 1000)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "long.txt").write_text(text, newline="")
     flags = [f"--output={tmp_path / 'out'}", f"--tokenizer={tmp_path / 't'}"]
