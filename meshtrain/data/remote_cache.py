@@ -213,6 +213,7 @@ class Cache:
         offset = (int(file.sha256[:8], 16) << 24) + block
         deadline = time.monotonic() + CLAIM_SECONDS
         is_claimed = False
+        pause = 0.02  # seconds
         while self._claims is not None and time.monotonic() < deadline:
             try:
                 fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
@@ -221,7 +222,8 @@ class Cache:
             except OSError:
                 if path.exists():
                     break
-                time.sleep(0.01)
+                time.sleep(pause)
+                pause = min(0.2, 1.5 * pause)
         try:
             yield
         finally:
