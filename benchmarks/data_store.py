@@ -4,8 +4,9 @@
 
 A server on loopback answers each request after `latency` seconds, a fraction `errors` of them by
 an error. Rows are read at the speed of GPT-2 124M on 8 H200: 8 MB/s, 4,000 rows of 1,024 tokens of
-2 bytes, by `--processes` in equal parts. A step is a pause. Printed are the wait of the first batch, that of all later steps in per cent of their time, what was fetched,
-and the memory of the process compared with the same rows from the local folder.
+2 bytes, by `--processes` in equal parts. A step is a pause. Printed are the wait of the first
+batch, that of all later steps in per cent of their time, what was fetched, and the memory of the
+process; `--local` reads the folder, for comparison.
 """
 
 import argparse
