@@ -105,6 +105,7 @@ class Cache:
         self._lock = threading.Lock()
         self._claims: int | None = None
         self.is_writable = False
+        self._is_reported = False  # that it is not
 
     def open(self, cache_gb: float) -> None:
         """Creates the folder, and sets the bound. A folder that cannot be written is not used."""
@@ -128,8 +129,9 @@ class Cache:
 
     def disable(self, error: OSError) -> None:
         with self._lock:
-            was_writable, self.is_writable = self.is_writable, False
-        if was_writable or error.filename:
+            self.is_writable = False
+            is_known, self._is_reported = self._is_reported, True
+        if not is_known:
             log(
                 f"{self.folder}: {error.strerror or error}; nothing is cached, so that data is "
                 f"fetched again in each epoch. XDG_CACHE_HOME names another folder"

@@ -16,7 +16,7 @@ import pytest
 
 from meshtrain import object_store
 from meshtrain.cli import app
-from meshtrain.data import prepared, remote, remote_cache, remote_store, tokens
+from meshtrain.data import loader, prepared, remote, remote_cache, remote_store, tokens
 from meshtrain.errors import ConfigError, TransientError
 from meshtrain.train import train
 from tests.lib import prepare, s3_server, store_servers
@@ -432,6 +432,38 @@ def test_a_store_that_stays_away_ends_with_one_line(store, monkeypatch, capsys):
     shutil.rmtree(remote_cache.cache_folder() / "blocks")
     with pytest.raises(TransientError, match=rf"{URL}/0000\d.bin: no answer .* check the address"):
         source.read(np.arange(source.size))
+
+
+@pytest.mark.slow
+def test_a_run_whose_store_goes_away_saves_its_state_and_resumes(
+    folder, store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(remote_store, "PATIENCE", 1.0)
+    train(config_of(folder, steps=30), workdir=tmp_path / "straight")
+    c = config_of(URL, steps=30)
+    c.data.cache_gb = 0.0  # each row is a request
+
+    def away_after_some(name, range):
+        return HTTPStatus.SERVICE_UNAVAILABLE if len(losses_so_far(tmp_path)) > 3 else None
+
+    monkeypatch.setattr(loader, "PREFETCHED", 2)
+    store.before_read = away_after_some
+    with pytest.raises(TransientError, match="no answer from the store"):
+        train(c, workdir=tmp_path / "run")
+    saved = [
+        int(path.name)
+        for path in (tmp_path / "run" / "checkpoints").iterdir()
+        if path.name.isdecimal()
+    ]
+    assert saved and 3 < max(saved) < 30
+    store.before_read = lambda name, range: None
+    train(c, workdir=tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+def losses_so_far(tmp_path):
+    file = tmp_path / "run" / "metrics.jsonl"
+    return losses(tmp_path / "run") if file.exists() else []
 
 
 @pytest.mark.parametrize("status", [HTTPStatus.FORBIDDEN, HTTPStatus.UNAUTHORIZED])
