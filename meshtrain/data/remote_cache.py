@@ -100,6 +100,7 @@ class Cache:
         self._limit = 0  # bytes
         self._planned: dict[str, int] = {}  # SHA-256 of a file -> its first blocks that may be here
         self._planned_bytes = 0
+        self._without_room: set[tuple[str, int]] = set()  # blocks that did not fit nevertheless
         self._present: dict[tuple[str, int], float] = {}  # verified blocks -> when it was touched
         self._fetching: dict[tuple[str, int], Future] = {}
         self._lock = threading.Lock()
@@ -152,7 +153,9 @@ class Cache:
             self._planned_bytes += min(whole, count * (BLOCK + TRAILER.size))
 
     def is_planned(self, file: RemoteFile, block: int) -> bool:
-        return self.is_writable and block < self._planned.get(file.sha256, 0)
+        if not self.is_writable or (file.sha256, block) in self._without_room:
+            return False
+        return block < self._planned.get(file.sha256, 0)
 
     # ---- blocks ----
 
@@ -187,6 +190,7 @@ class Cache:
                 return None
             data = file.fetch(start, end)
             if not self._put(path, data):
+                self._without_room.add(key)  # from now on it is read in parts
                 return data
         self._present[key] = time.monotonic()
         return None
@@ -260,15 +264,21 @@ class Cache:
         """Writes a block, if there is room; returns whether it is in the cache."""
         if not self.is_writable:
             return False
+        size = len(data) + TRAILER.size
         new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.new")
         try:
-            if not self._reserve(len(data) + TRAILER.size):
-                return False
-            path.parent.mkdir(exist_ok=True)
-            with open(new, "wb") as file:
-                file.write(data)
-                file.write(TRAILER.pack(isal_zlib.crc32(data)))
-            os.replace(new, path)
+            # The file is counted and written under one lock, so that no other process counts the
+            # files in between.
+            with self._counter() as counter:
+                used = self._make_room(counter, size)
+                if used + size > self._limit:
+                    return False
+                path.parent.mkdir(exist_ok=True)
+                with open(new, "wb") as file:
+                    file.write(data)
+                    file.write(TRAILER.pack(isal_zlib.crc32(data)))
+                os.replace(new, path)
+                self._write(counter, used + size)
             return True
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -283,17 +293,15 @@ class Cache:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
-    def _reserve(self, size: int) -> bool:
-        """Returns whether there is room for another file; removes others that were not used."""
-        with self._counter() as file:
-            file.seek(0)
-            (used,) = struct.unpack("<q", file.read(8).ljust(8, b"\0"))
-            if used + size > self._limit:
-                used = self._evict(size)
-            if used + size > self._limit:
-                return False
-            self._write(file, used + size)
-            return True
+    def _make_room(self, counter: BinaryIO, size: int) -> int:
+        """Returns the size of all files, after removing some if there is no room for another."""
+        counter.seek(0)
+        (used,) = struct.unpack("<q", counter.read(8).ljust(8, b"\0"))
+        if used + size <= self._limit:
+            return used
+        used = self._evict(size)
+        self._write(counter, used)
+        return used
 
     def _write(self, file: BinaryIO, used: int) -> None:
         file.truncate(0)

@@ -26,6 +26,7 @@ from meshtrain.errors import ConfigError, TransientError, first_line
 PATIENCE = 120.0
 PATIENCE_SUPERVISED = 45.0
 OPEN_PATIENCE = 3.0  # before anything was read: a mistake is more likely than an outage
+LOG_AFTER = 2.0  # seconds without an answer
 MAX_DELAY = 4.0  # seconds between two attempts
 BLOCK_THREADS = 24  # blocks that a process fetches at the same time
 PART_THREADS = 64  # parts, which are smaller
@@ -42,6 +43,7 @@ class Store:
         self._lock = threading.Lock()
         self._failing_since: float | None = None
         self._newest_failure = 0.0
+        self._is_logged = False
         self._has_answered = False
         self._kvstore: Any = None
 
@@ -72,7 +74,7 @@ class Store:
                 time.sleep(random.uniform(0.5, 1) * min(MAX_DELAY, 0.1 * 2**attempt))
                 continue
             with self._lock:
-                if self._failing_since is not None and attempt > 2:
+                if self._failing_since is not None and self._is_logged:
                     log(f"{self.url}: answers again")
                 self._failing_since = None
                 self._has_answered = True
@@ -93,22 +95,21 @@ class Store:
         now = time.monotonic()
         with self._lock:
             # After a pause without requests it is another outage.
-            is_first = self._failing_since is None
             if self._failing_since is None or began - self._newest_failure > _patience():
                 self._failing_since = began
+                self._is_logged = False
             self._newest_failure = now
             waited = now - self._failing_since
             limit = _patience() if self._has_answered else OPEN_PATIENCE
-            is_logged = is_first and self._has_answered
+            is_due = self._has_answered and LOG_AFTER < waited <= limit and not self._is_logged
+            self._is_logged |= is_due
         if waited > limit:
             raise TransientError(
                 f"{self.url}/{name}: no answer from the store for {waited:.0f} s: {cause}; "
                 f"{_WAY_OUT}"
             ) from error
-        if is_logged:
-            later = threading.Timer(2.0, self._log_outage, (cause,))
-            later.daemon = True
-            later.start()
+        if is_due:
+            log(f"{self.url}: {cause}; tries again for {limit:.0f} s")
 
     def _cause(self, text: str) -> str:
         """Returns the last cause in a message of TensorStore: an answer, or why none came."""
@@ -118,10 +119,6 @@ class Store:
             with contextlib.suppress(ValueError):
                 return f"HTTP {code[1]} {HTTPStatus(int(code[1])).phrase}"
         return cause
-
-    def _log_outage(self, cause: str) -> None:
-        if self._failing_since is not None and not _closing.is_set():
-            log(f"{self.url}: {cause}; tries again for {_patience():.0f} s")
 
     def names(self) -> list[str] | None:
         """Returns the names of all objects; None if the store does not list them."""

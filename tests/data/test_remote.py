@@ -355,7 +355,7 @@ def test_the_cache_stays_within_its_bound(folder, store, tmp_path, num_blocks):
     small = cached_bytes_of_folder(store)
     limit = small + num_blocks * (BLOCK + 4) + 10
     source = build(URL, cache_gb=limit / 1e9)
-    source.read(np.arange(source.size))
+    source.read(np.arange(1000))
     assert cached_bytes(tmp_path) <= limit
     assert 0 < len(blocks(tmp_path)) <= num_blocks
 
