@@ -107,7 +107,7 @@ def serve(folder: Path, port: int, latency: float, errors: float) -> None:
 
 def memory() -> dict[str, int]:
     """Returns the memory of this process, MB: not shared, and the peak with mapped files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     fields = {
         line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("Rss", "Vm"))
     }
