@@ -97,6 +97,7 @@ class Cache:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._blocks = str(folder / "blocks")
         self._limit = 0  # bytes
         self._planned: dict[str, int] = {}  # SHA-256 of a file -> its first blocks that may be here
         self._planned_bytes = 0
@@ -240,7 +241,7 @@ class Cache:
         """Returns bytes of one block, or None if it is no longer in the cache."""
         block = start // BLOCK
         key = (file.sha256, block)
-        path = self._path(file, block)
+        path = f"{self._blocks}/{file.sha256}/{block}"  # faster than a Path, for each row
         try:
             handle = os.open(path, os.O_RDONLY)
             try:

@@ -408,11 +408,11 @@ def test_a_store_with_errors_and_outages_gives_the_same_samples(folder, store, m
             return HTTPStatus.SERVICE_UNAVAILABLE
 
     store.before_read = unreliable
-    source = build(URL)
+    source = build(URL, cache_gb=0.0)
     source.read(np.arange(20))
     away.set()
     threading.Timer(1.0, away.clear).start()
-    assert_equal_samples(build(folder), source)
+    assert_equal_samples(build(folder), source, count=80)
 
 
 def test_a_store_that_stays_away_ends_with_one_line(store, monkeypatch, capsys):
