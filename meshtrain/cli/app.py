@@ -218,7 +218,7 @@ def _read_config(
     if is_alone:
         # Before jax is loaded, which takes seconds; the data's own reader checks the rest.
         cfg = parse_for(args.num_devices or args.simulate_devices)
-        if verb.reads_data and (missing := checks.missing_data(cfg)):
+        if verb.reads_data and (missing := checks.missing_data(cfg) or _missing_objects(cfg)):
             raise ConfigError(*missing)
 
     with console.quiet(getattr(args, "quiet", False)), console.progress("starting the devices", 0):
@@ -232,6 +232,17 @@ def _read_config(
 
             cfg = parse_for(jax.device_count(), distributed.num_processes())
     return args, cfg
+
+
+def _missing_objects(cfg: Config) -> list[str]:
+    """Returns a fault for each URL of data that has no prepared data, or whose store is away."""
+    urls = checks.data_urls(cfg)
+    if not urls:
+        return []
+    from meshtrain.data import remote
+
+    faults = [(url, remote.url_fault(url)) for url in urls]
+    return [f"data.path={url}: {fault}" for url, fault in faults if fault]
 
 
 def _parse(

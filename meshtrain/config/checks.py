@@ -38,6 +38,14 @@ def check_place(workdir: str | Path | None, cfg: Config, faults: list[str]) -> N
         raise ConfigError(*faults)
 
 
+def data_urls(cfg: Config) -> list[str]:
+    """Returns the URLs of object stores among the data that the config names."""
+    if cfg.data.build != "meshtrain.data.tokens:build":
+        return []
+    named = paths.of_data(cfg.data.options)
+    return [path for path in named if isinstance(path, str) and object_store.is_url(path)]
+
+
 def missing_data(cfg: Config) -> list[str]:
     """Returns a fault if the package's own readers would find nothing at `data.path`.
 
@@ -45,15 +53,8 @@ def missing_data(cfg: Config) -> list[str]:
     """
     path = cfg.data.options.get("path")
     is_path = isinstance(path, str) and path
-    if cfg.data.build == "meshtrain.data.tokens:build":
-        named = paths.of_data(cfg.data.options)
-        urls = [one for one in named if isinstance(one, str) and object_store.is_url(one)]
-        if urls:
-            # Here, since its client takes a while to load and most runs do not need it.
-            from meshtrain.data import remote
-
-            faults = [(url, remote.url_fault(url)) for url in urls]
-            return [f"data.path={url}: {fault}" for url, fault in faults if fault]
+    if path in data_urls(cfg):  # data.remote.url_fault checks these
+        return []
     if not is_path or not cfg.data.build.startswith("meshtrain.data."):
         return []
     # A path may also be the prefix of a pair of files.

@@ -70,8 +70,14 @@ class DocumentStarts:
     def _range(self, start: int, stop: int, step: int) -> np.ndarray:
         if step != 1:
             return self._at(np.arange(start, stop, step))
-        # The parts of a long range, without an array of their numbers.
-        parts = [self._at(np.arange(at, min(at + CHUNK, stop))) for at in range(start, stop, CHUNK)]
+        parts = []
+        for shard, first, offset in zip(self._shards, self._first, self._offsets, strict=False):
+            low = max(start, first)
+            high = min(stop, first + len(shard) - 1)
+            if low < high:
+                parts.append(offset + shard.read(low - first, high - first))
+        if start < stop == len(self):
+            parts.append(self._offsets[-1:])
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def _at(self, numbers: np.ndarray) -> np.ndarray:
@@ -104,6 +110,8 @@ class ShardStarts:
     """First token of each document of an .idx, then the number of tokens, memory-mapped."""
 
     def __init__(self, name: str, layout: "_Layout", sparse: np.ndarray, num_tokens: int):
+        self._name = name
+        self._layout = layout
         self._pointers = layout.map(name, "pointers")
         self._documents = layout.map(name, "documents")
         self._itemsize = layout.dtype.itemsize
@@ -120,6 +128,18 @@ class ShardStarts:
         is_end = sequences >= len(self._pointers)
         pointers = self._pointers[np.where(is_end, 0, sequences)]
         return np.where(is_end, self.num_tokens, pointers // self._itemsize)
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        """Returns starts `first` ... `last` - 1, read from the file and not mapped: many pages."""
+        with open(self._name, "rb") as file:
+            sequences = self._layout.read(file, "documents", first, last - first)
+            low = int(sequences[0])
+            high = min(int(sequences[-1]) + 1, self._layout.num_sequences)
+            pointers = self._layout.read(file, "pointers", low, max(0, high - low))
+        starts = np.full(len(sequences), self.num_tokens, np.int64)
+        inside = sequences < self._layout.num_sequences
+        starts[inside] = pointers[sequences[inside] - low] // self._itemsize
+        return starts
 
     def search(self, values: np.ndarray, side: str) -> np.ndarray:
         """Returns `np.searchsorted` of the starts of documents, without the last entry."""
@@ -218,11 +238,15 @@ class _Layout(NamedTuple):
 
         They are read, not mapped: pages that are mapped count as memory of the process.
         """
-        offset, dtype, count = self.place(part)
-        itemsize = np.dtype(dtype).itemsize
+        _, _, count = self.place(part)
         for first in range(0, count, CHUNK):
-            file.seek(offset + itemsize * first)
-            yield first, np.fromfile(file, dtype, min(CHUNK, count - first))
+            yield first, self.read(file, part, first, min(CHUNK, count - first))
+
+    def read(self, file: BinaryIO, part: str, first: int, count: int) -> np.ndarray:
+        """Returns `count` entries of a part, from number `first` on."""
+        offset, dtype, _ = self.place(part)
+        file.seek(offset + np.dtype(dtype).itemsize * first)
+        return np.fromfile(file, dtype, count)
 
 
 def load(prefix: str) -> Shard:

@@ -45,14 +45,22 @@ class RemoteTokens:
     ndim = 1
 
     def __init__(
-        self, file: RemoteFile, cache: Cache, dtype: np.dtype, first: int = 0, last: int = -1
+        self,
+        file: RemoteFile,
+        cache: Cache,
+        dtype: np.dtype,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        in_order: bool = False,
     ):
         self._file = file
         self._cache = cache
         self.dtype = dtype
         self.itemsize = dtype.itemsize
         self._first = first
-        self._last = file.size // dtype.itemsize if last < 0 else last
+        self._last = file.size // dtype.itemsize if last is None else last
+        self._in_order = in_order  # whether ranges are read one after the other
 
     def __len__(self) -> int:
         return self._last - self._first
@@ -66,16 +74,23 @@ class RemoteTokens:
         return (len(self),)
 
     def range(self, start: int, stop: int) -> "RemoteTokens":
-        """Returns tokens `start` ... `stop` - 1, which are not read yet."""
+        """Returns tokens `start` ... `stop` - 1, to be read from the first to the last in parts."""
         start, stop, _ = slice(start, stop).indices(len(self))
-        first = self._first
-        return RemoteTokens(self._file, self._cache, self.dtype, first + start, first + stop)
+        return RemoteTokens(
+            self._file,
+            self._cache,
+            self.dtype,
+            first=self._first + start,
+            last=self._first + stop,
+            in_order=True,
+        )
 
     def __getitem__(self, key: slice) -> np.ndarray:
         start, stop, step = key.indices(len(self))
         assert step == 1, "a range of tokens"
         stop = max(start, stop)
-        self._read_ahead(stop)
+        if self._in_order:
+            self._read_ahead(stop)
         return self.gather(np.array([start]), np.array([stop - start]))
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
@@ -187,9 +202,15 @@ class _Held:
             return future
 
     def take(self, name: str, start: int, end: int) -> Future | None:
-        """Returns the future of bytes that were read ahead, and forgets it; None if none were."""
+        """Returns the future of bytes that were read ahead, and forgets it; None if none were.
+
+        Those that could not be read are forgotten too: the store may answer again.
+        """
         with self._lock:
-            return self._pop((name, start, end)) if (name, start, end) in self._futures else None
+            if (name, start, end) not in self._futures:
+                return None
+            future = self._pop((name, start, end))
+            return None if future.done() and future.exception() else future
 
     def _pop(self, key: tuple[str, int, int]) -> Future:
         self._total -= key[2] - key[1]

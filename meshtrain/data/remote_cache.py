@@ -97,14 +97,17 @@ class Cache:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._blocks = str(folder / "blocks")
         self._limit = 0  # bytes
         self._planned: dict[str, int] = {}  # SHA-256 of a file -> its first blocks that may be here
         self._planned_bytes = 0
+        self._without_room: set[tuple[str, int]] = set()  # blocks that did not fit nevertheless
         self._present: dict[tuple[str, int], float] = {}  # verified blocks -> when it was touched
         self._fetching: dict[tuple[str, int], Future] = {}
         self._lock = threading.Lock()
         self._claims: int | None = None
         self.is_writable = False
+        self._is_reported = False  # that it is not
 
     def open(self, cache_gb: float) -> None:
         """Creates the folder, and sets the bound. A folder that cannot be written is not used."""
@@ -128,8 +131,9 @@ class Cache:
 
     def disable(self, error: OSError) -> None:
         with self._lock:
-            was_writable, self.is_writable = self.is_writable, False
-        if was_writable or error.filename:
+            self.is_writable = False
+            is_known, self._is_reported = self._is_reported, True
+        if not is_known:
             log(
                 f"{self.folder}: {error.strerror or error}; nothing is cached, so that data is "
                 f"fetched again in each epoch. XDG_CACHE_HOME names another folder"
@@ -150,7 +154,9 @@ class Cache:
             self._planned_bytes += min(whole, count * (BLOCK + TRAILER.size))
 
     def is_planned(self, file: RemoteFile, block: int) -> bool:
-        return self.is_writable and block < self._planned.get(file.sha256, 0)
+        if not self.is_writable or (file.sha256, block) in self._without_room:
+            return False
+        return block < self._planned.get(file.sha256, 0)
 
     # ---- blocks ----
 
@@ -185,6 +191,7 @@ class Cache:
                 return None
             data = file.fetch(start, end)
             if not self._put(path, data):
+                self._without_room.add(key)  # from now on it is read in parts
                 return data
         self._present[key] = time.monotonic()
         return None
@@ -213,6 +220,7 @@ class Cache:
         offset = (int(file.sha256[:8], 16) << 24) + block
         deadline = time.monotonic() + CLAIM_SECONDS
         is_claimed = False
+        pause = 0.02  # seconds
         while self._claims is not None and time.monotonic() < deadline:
             try:
                 fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
@@ -221,7 +229,8 @@ class Cache:
             except OSError:
                 if path.exists():
                     break
-                time.sleep(0.01)
+                time.sleep(pause)
+                pause = min(0.2, 1.5 * pause)
         try:
             yield
         finally:
@@ -232,7 +241,7 @@ class Cache:
         """Returns bytes of one block, or None if it is no longer in the cache."""
         block = start // BLOCK
         key = (file.sha256, block)
-        path = self._path(file, block)
+        path = f"{self._blocks}/{file.sha256}/{block}"  # faster than a Path, for each row
         try:
             handle = os.open(path, os.O_RDONLY)
             try:
@@ -256,15 +265,21 @@ class Cache:
         """Writes a block, if there is room; returns whether it is in the cache."""
         if not self.is_writable:
             return False
+        size = len(data) + TRAILER.size
         new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.new")
         try:
-            if not self._reserve(len(data) + TRAILER.size):
-                return False
-            path.parent.mkdir(exist_ok=True)
-            with open(new, "wb") as file:
-                file.write(data)
-                file.write(TRAILER.pack(isal_zlib.crc32(data)))
-            os.replace(new, path)
+            # The file is counted and written under one lock, so that no other process counts the
+            # files in between.
+            with self._counter() as counter:
+                used = self._make_room(counter, size)
+                if used + size > self._limit:
+                    return False
+                path.parent.mkdir(exist_ok=True)
+                with open(new, "wb") as file:
+                    file.write(data)
+                    file.write(TRAILER.pack(isal_zlib.crc32(data)))
+                os.replace(new, path)
+                self._write(counter, used + size)
             return True
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -279,17 +294,15 @@ class Cache:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
-    def _reserve(self, size: int) -> bool:
-        """Returns whether there is room for another file; removes others that were not used."""
-        with self._counter() as file:
-            file.seek(0)
-            (used,) = struct.unpack("<q", file.read(8).ljust(8, b"\0"))
-            if used + size > self._limit:
-                used = self._evict(size)
-            if used + size > self._limit:
-                return False
-            self._write(file, used + size)
-            return True
+    def _make_room(self, counter: BinaryIO, size: int) -> int:
+        """Returns the size of all files, after removing some if there is no room for another."""
+        counter.seek(0)
+        (used,) = struct.unpack("<q", counter.read(8).ljust(8, b"\0"))
+        if used + size <= self._limit:
+            return used
+        used = self._evict(size)
+        self._write(counter, used)
+        return used
 
     def _write(self, file: BinaryIO, used: int) -> None:
         file.truncate(0)

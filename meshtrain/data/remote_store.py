@@ -4,6 +4,7 @@ They end with the process, whatever they wait for. object_store.py has the clien
 """
 
 import atexit
+import contextlib
 import math
 import os
 import queue
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from http import HTTPStatus
 from typing import Any
 
 from meshtrain import console, object_store
@@ -24,6 +26,7 @@ from meshtrain.errors import ConfigError, TransientError, first_line
 PATIENCE = 120.0
 PATIENCE_SUPERVISED = 45.0
 OPEN_PATIENCE = 3.0  # before anything was read: a mistake is more likely than an outage
+LOG_AFTER = 2.0  # seconds without an answer
 MAX_DELAY = 4.0  # seconds between two attempts
 BLOCK_THREADS = 24  # blocks that a process fetches at the same time
 PART_THREADS = 64  # parts, which are smaller
@@ -40,6 +43,7 @@ class Store:
         self._lock = threading.Lock()
         self._failing_since: float | None = None
         self._newest_failure = 0.0
+        self._is_logged = False
         self._has_answered = False
         self._kvstore: Any = None
 
@@ -58,18 +62,19 @@ class Store:
         attempt = 0
         while True:
             _raise_if_closing()
+            began = time.monotonic()
             try:
                 future = self._open().read(name, byte_range=slice(start, end))
                 result = _wait(future, OPEN_PATIENCE + 2 if not self._has_answered else math.inf)
             except TransientError:
                 raise
             except Exception as error:  # ValueError of TensorStore for most, TimeoutError
-                self._failed(name, error)
+                self._failed(name, error, began)
                 attempt += 1
                 time.sleep(random.uniform(0.5, 1) * min(MAX_DELAY, 0.1 * 2**attempt))
                 continue
             with self._lock:
-                if self._failing_since is not None and attempt > 2:
+                if self._failing_since is not None and self._is_logged:
                     log(f"{self.url}: answers again")
                 self._failing_since = None
                 self._has_answered = True
@@ -77,10 +82,10 @@ class Store:
                 raise FileNotFoundError(None, "no such object", f"{self.url}/{name}")
             return result.value
 
-    def _failed(self, name: str, error: Exception) -> None:
-        """Raises an error if another attempt is of no use."""
+    def _failed(self, name: str, error: Exception, began: float) -> None:
+        """Raises an error if another attempt than the one that `began` then is of no use."""
         text = str(error)
-        cause = object_store.request_error(text, self._folder).strerror or first_line(error)
+        cause = self._cause(text) or first_line(error)
         if "OUT_OF_RANGE" in text or "Content-Range" in text:
             raise ConfigError(
                 f"{self.url}/{name}: is shorter than manifest.json lists; upload it again"
@@ -90,25 +95,30 @@ class Store:
         now = time.monotonic()
         with self._lock:
             # After a pause without requests it is another outage.
-            if self._failing_since is None or now - self._newest_failure > 2 * _patience():
-                self._failing_since = now
+            if self._failing_since is None or began - self._newest_failure > _patience():
+                self._failing_since = began
+                self._is_logged = False
             self._newest_failure = now
             waited = now - self._failing_since
             limit = _patience() if self._has_answered else OPEN_PATIENCE
-            is_first = waited == 0 and self._has_answered
+            is_due = self._has_answered and LOG_AFTER < waited <= limit and not self._is_logged
+            self._is_logged |= is_due
         if waited > limit:
             raise TransientError(
                 f"{self.url}/{name}: no answer from the store for {waited:.0f} s: {cause}; "
                 f"{_WAY_OUT}"
             ) from error
-        if is_first:
-            later = threading.Timer(2.0, self._log_outage, (cause,))
-            later.daemon = True
-            later.start()
+        if is_due:
+            log(f"{self.url}: {cause}; tries again for {limit:.0f} s")
 
-    def _log_outage(self, cause: str) -> None:
-        if self._failing_since is not None and not _closing.is_set():
-            log(f"{self.url}: {cause}; tries again for {_patience():.0f} s")
+    def _cause(self, text: str) -> str:
+        """Returns the last cause in a message of TensorStore: an answer, or why none came."""
+        cause = object_store.request_error(text, self._folder).strerror or ""
+        cause = cause.rpartition("retry attempts failed: ")[2]
+        if code := re.search(r"http_response_code='(\d+)'", text):
+            with contextlib.suppress(ValueError):
+                return f"HTTP {code[1]} {HTTPStatus(int(code[1])).phrase}"
+        return cause
 
     def names(self) -> list[str] | None:
         """Returns the names of all objects; None if the store does not list them."""

@@ -16,32 +16,18 @@ import pytest
 
 from meshtrain import object_store
 from meshtrain.cli import app
-from meshtrain.data import prepared, remote, remote_cache, remote_store, tokens
+from meshtrain.data import loader, prepared, remote, remote_cache, remote_store
 from meshtrain.errors import ConfigError, TransientError
 from meshtrain.train import train
 from tests.lib import prepare, s3_server, store_servers
 from tests.lib.compare import assert_bit_equal
 from tests.lib.configs import quick
 from tests.lib.paths import ROOT
+from tests.lib.remote_data import build
 from tests.lib.rows import losses
 
-SETTINGS = {
-    "dtype": "",
-    "pattern": "*",
-    "exclude": (),
-    "seq_len": 64,
-    "vocab_size": 256,
-    "separator": -1,
-    "heldout": 0.05,
-    "seed": 3,
-    "split": "train",
-}
 PART = 4096  # bytes with a checksum, in these tests
 BLOCK = 8 * PART
-
-
-def build(path, **changes):
-    return tokens.build(path=str(path), **{**SETTINGS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +164,9 @@ import sys
 import numpy as np
 from meshtrain.data import remote, remote_cache
 remote.BLOCK = remote_cache.BLOCK = int(sys.argv[2])
-from tests.data.test_remote import build
+from tests.lib.remote_data import build
+print("ready", flush=True)
+sys.stdin.readline()
 source = build(sys.argv[1], heldout=0.0)
 print(source.read(np.arange(source.size)).tokens.sum())
 """
@@ -186,13 +174,16 @@ print(source.read(np.arange(source.size)).tokens.sum())
 
 def test_processes_of_a_host_share_the_cache(folder, store, tmp_path):
     """Each block is fetched by one of them, though all need all blocks at the same time."""
-    store.before_read = lambda name, range: time.sleep(0.05)
+    store.before_read = lambda name, range: time.sleep(0.3)
     command = [sys.executable, "-c", READER, URL, str(BLOCK)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) for _ in range(3)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
     sums = [process.communicate()[0] for process in processes]
     source = build(folder, heldout=0.0)
     assert sums == [f"{source.read(np.arange(source.size)).tokens.sum()}\n"] * 3
@@ -264,8 +255,8 @@ def test_a_corrupt_block_of_the_cache_is_fetched_again(folder, store, tmp_path, 
     build(URL).read(np.arange(2000))
     for number, path in enumerate(blocks(tmp_path)):
         content = path.read_bytes()
-        changed = bytes([content[0] ^ 1])
-        path.write_bytes([changed + content[1:], content[:-5], b"", content + b"x"][number % 4])
+        inverted = bytes(255 - byte for byte in content[:-4]) + content[-4:]
+        path.write_bytes([inverted, content[:-5], b"", content + b"x"][number % 4])
     new_process(monkeypatch, tmp_path)
     assert_equal_samples(build(folder), build(URL))
 
@@ -355,7 +346,7 @@ def test_the_cache_stays_within_its_bound(folder, store, tmp_path, num_blocks):
     small = cached_bytes_of_folder(store)
     limit = small + num_blocks * (BLOCK + 4) + 10
     source = build(URL, cache_gb=limit / 1e9)
-    source.read(np.arange(source.size))
+    source.read(np.arange(1000))
     assert cached_bytes(tmp_path) <= limit
     assert 0 < len(blocks(tmp_path)) <= num_blocks
 
@@ -417,11 +408,11 @@ def test_a_store_with_errors_and_outages_gives_the_same_samples(folder, store, m
             return HTTPStatus.SERVICE_UNAVAILABLE
 
     store.before_read = unreliable
-    source = build(URL)
+    source = build(URL, cache_gb=0.0)
     source.read(np.arange(20))
     away.set()
     threading.Timer(1.0, away.clear).start()
-    assert_equal_samples(build(folder), source)
+    assert_equal_samples(build(folder), source, count=80)
 
 
 def test_a_store_that_stays_away_ends_with_one_line(store, monkeypatch, capsys):
@@ -432,6 +423,38 @@ def test_a_store_that_stays_away_ends_with_one_line(store, monkeypatch, capsys):
     shutil.rmtree(remote_cache.cache_folder() / "blocks")
     with pytest.raises(TransientError, match=rf"{URL}/0000\d.bin: no answer .* check the address"):
         source.read(np.arange(source.size))
+
+
+@pytest.mark.slow
+def test_a_run_whose_store_goes_away_saves_its_state_and_resumes(
+    folder, store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(remote_store, "PATIENCE", 1.0)
+    train(config_of(folder, steps=30), workdir=tmp_path / "straight")
+    c = config_of(URL, steps=30)
+    c.data.cache_gb = 0.0  # each row is a request
+
+    def away_after_some(name, range):
+        return HTTPStatus.SERVICE_UNAVAILABLE if len(losses_so_far(tmp_path)) > 3 else None
+
+    monkeypatch.setattr(loader, "PREFETCHED", 2)
+    store.before_read = away_after_some
+    with pytest.raises(TransientError, match="no answer from the store"):
+        train(c, workdir=tmp_path / "run")
+    saved = [
+        int(path.name)
+        for path in (tmp_path / "run" / "checkpoints").iterdir()
+        if path.name.isdecimal()
+    ]
+    assert saved and 3 < max(saved) < 30
+    store.before_read = lambda name, range: None
+    train(c, workdir=tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+def losses_so_far(tmp_path):
+    file = tmp_path / "run" / "metrics.jsonl"
+    return losses(tmp_path / "run") if file.exists() else []
 
 
 @pytest.mark.parametrize("status", [HTTPStatus.FORBIDDEN, HTTPStatus.UNAUTHORIZED])
