@@ -335,7 +335,7 @@ def test_a_json_array_of_conversations_is_read(tmp_path, folders, is_folder):
     expected = build(tmp_path / "a.jsonl", folders["chatml"])
     assert source.read(np.arange(4)).tokens.tolist() == expected.read(np.arange(4)).tokens.tolist()
     path.write_text(f'[{LINES[0]}, "text"]')
-    with pytest.raises(ConfigError, match=f"{path}:2: is a text, no object; use "):
+    with pytest.raises(ConfigError, match=f"{path}:2: is no object; use "):
         build(path, folders["chatml"])
 
 
