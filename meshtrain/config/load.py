@@ -249,6 +249,7 @@ ADDED_KEYS = {
 ADDED_DATA_KEYS = (
     *("phases", "weights", "max_epochs", "heldout_path", "shuffle_documents"),
     *("fim_rate", "fim_spm_rate", "fim_tokens", "cache_gb"),
+    *("field", "template", "num_workers", "index_path"),
 )
 
 
@@ -266,7 +267,7 @@ def _with_added_keys(raw: dict[str, Any]) -> dict[str, Any]:
     data = raw.get("data")
     if isinstance(data, dict) and data.get("build") == OWN_DATA:
         raw["data"] = {**defaults["data"], **data}
-    elif isinstance(data, dict) and data.get("build") == defaults["data"]["build"]:
+    elif isinstance(data, dict) and str(data.get("build")).startswith("meshtrain.data."):
         added = {key: defaults["data"][key] for key in ADDED_DATA_KEYS}
         raw["data"] = {**added, **data}
     model = raw.get("model")

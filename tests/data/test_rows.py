@@ -491,3 +491,28 @@ def test_the_command_line_trains_on_rows_with_a_template(made, tmp_path, capsys)
     assert "no column 'text'; set data.field or data.template to columns that it has: q, a" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(phases=((1.0, "x"),)),
+        dict(fim_rate=0.5),
+        dict(shuffle_documents=True),
+        dict(max_epochs=2.0),
+        dict(weights="documents"),
+    ],
+)
+def test_keys_that_rows_do_not_have_are_rejected(changes, made):
+    ((key, _),) = changes.items()
+    with pytest.raises(ConfigError, match=f"data.{key}=.*: only data.build=meshtrain.data.tokens"):
+        build(made / "in" / "rows.parquet", made, **changes)
+
+
+def test_other_rows_may_be_held_out(made):
+    path = made / "in" / "rows.parquet"
+    other = next(file for file in sorted((made / "in").iterdir()) if file.suffix != ".parquet")
+    train_rows = build(path, made, heldout_path=str(other))
+    assert_same_samples(train_rows, build(path, made, heldout=0.0), 20)
+    heldout = build(path, made, heldout_path=str(other), split="heldout")
+    assert_same_samples(heldout, build(other, made, heldout=0.0), 20)
