@@ -130,5 +130,7 @@ def place(steps: Sequence[int], digests: Sequence[str], run: Timeline) -> list[P
         # After a rollback, which leaves samples out, a run that was not interrupted keeps its plan.
         if known and known.step == step and run.same_batch:
             sample = known.sample
+        # Of a run whose earlier batches are not known to have been as large, the past is a guess.
+        sample = max(sample, phases[-1].sample) if phases else 0
         phases.append(Phase(step, sample, digest))
     return phases

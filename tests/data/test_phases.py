@@ -150,6 +150,18 @@ def test_another_batch_moves_the_phases_ahead(parts):
     assert phased(parts, *ENTRIES).in_run(later).phases == again.phases
 
 
+def test_a_checkpoint_without_phases_has_begun_none(parts):
+    """As those of earlier versions have none, and where a change of all data was allowed."""
+    old = Timeline(40, 4, 25, 150, ())  # 25 batches of 6 before
+    run = phased(parts, *ENTRIES).in_run(old)
+    assert [(one.step, one.sample) for one in run.phases] == [(0, 0), (20, 130), (30, 170)]
+    larger = Timeline(40, 100, 25, 150, ())
+    run = phased(parts, *ENTRIES).in_run(larger)
+    assert [one.sample for one in run.phases] == [0, 0, 650]
+    part, _ = rows(run, 150, 700)
+    assert set(part[:500]) == {1} and set(part[500:]) == {0, 2}
+
+
 def test_after_samples_were_left_out_the_plan_stays(parts):
     run = phased(parts, *ENTRIES).in_run(Timeline(40, 6))
     skipped = Timeline(40, 6, 22, 150, run.phases)
