@@ -155,7 +155,7 @@ def _load_text(path: str, dtype: str, vocab_size: int, pattern: str, exclude: tu
         )
     warnings = []
     if pattern and not _matches(path, pattern, exclude):
-        given, pattern = pattern, _pattern_of(path) or pattern
+        given, pattern = pattern, _pattern_of(path, pattern) or pattern
         if pattern != given:
             warnings = [
                 f"data.path={path}: no files match data.pattern={given}; it has most of {pattern}, "
@@ -181,12 +181,37 @@ def _matches(path: str, pattern: str, exclude: tuple) -> bool:
     return any(files.find(Path(path), pattern, key="data.pattern", exclude=frozenset(exclude)))
 
 
-def _pattern_of(path: str) -> str:
-    """Returns the pattern of the most frequent kind of text in a folder; "": it has none."""
+def _pattern_of(path: str, given: str) -> str:
+    """Returns the pattern of the most frequent kind of text in a folder; "": it has none.
+
+    Raises ConfigError if the folder has data of another format, of which the texts may be a note.
+    """
     found, _ = files.find(Path(path), "*", key="data.pattern")
-    texts = [file for file in found if file.stat().st_size and not formats.in_folder(file)]
-    endings = collections.Counter(file.suffix for file in texts if not _looks_wider(_start(file)))
-    return f"*{endings.most_common(1)[0][0]}" if endings else ""
+    sizes: collections.Counter[str] = collections.Counter()  # bytes of each kind of text
+    counts: collections.Counter[str] = collections.Counter()
+    tables: dict[Path, formats.Format] = {}  # texts that are rows of data
+    for file in found:
+        size = file.stat().st_size
+        if known := formats.in_folder(file):
+            raise _other_format(path, given, file, known)
+        if not size or _looks_wider(_start(file)):
+            continue
+        if known := formats.by_name(file):
+            tables[file] = known
+            continue
+        sizes[file.suffix] += size
+        counts[file.suffix] += 1
+    ending = counts.most_common(1)[0][0] if counts else ""
+    if tables and sum(file.stat().st_size for file in tables) > sizes[ending]:
+        raise _other_format(path, given, *next(iter(tables.items())))
+    return f"*{ending}" if counts else ""
+
+
+def _other_format(path: str, given: str, file: Path, known: formats.Format) -> ConfigError:
+    return ConfigError(
+        f"data.path={path}: no files match data.pattern={given}, and {file} is {known.name}; "
+        f"{formats.way_out(known, file)}, or set data.pattern to the texts to read"
+    )
 
 
 @functools.lru_cache(maxsize=1)  # both splits read the same folder

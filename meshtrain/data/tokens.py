@@ -171,11 +171,12 @@ def build(
         vocab_size=vocab_size,
     )
 
-    def complete(source: Source) -> Source:
+    def complete(source: Source, warnings: Sequence[str] = ()) -> Source:
+        warnings = [*_warnings(corpora, dtype, separator), *warnings]
         read = source.read
         if for_filling and not is_heldout:
             read = fim.reader(read, for_filling, seed)
-        return dataclasses.replace(source, read=read, warnings=_warnings(corpora, dtype, separator))
+        return dataclasses.replace(source, read=read, warnings=warnings)
 
     def mixed(first_samples: Sequence[int]) -> Source:
         return mix(sources, paths, _phases_of(entries, shares, first_samples, seed))
@@ -205,7 +206,15 @@ def build(
                 phases=placed,
             )
         check_epochs(ran, run, max_epochs)
-        return complete(ran)
+        late = [number for number, step in enumerate(first) if step >= run.num_steps > 0]
+        return complete(
+            ran,
+            [
+                f"data.phases[{number}]: begins at step {first[number]:,}, and "
+                f"train.steps={run.num_steps:,}: the run does not read it"
+                for number in late
+            ],
+        )
 
     return dataclasses.replace(complete(source), in_run=None if is_heldout else in_run)
 
@@ -301,7 +310,7 @@ def check_epochs(source: Source, run: Timeline, max_epochs: float) -> None:
         epochs = part.samples / part.size if part.size else 0.0
         if epochs > max_epochs:
             faults.append(
-                f"data.max_epochs={max_epochs:g}: the run would read {part.name} {epochs:.2f} "
+                f"data.max_epochs={max_epochs:g}: the run would read {part.name} {epochs:.3g} "
                 f"times; lower its weight, or take fewer train.steps"
             )
     if faults:
@@ -326,7 +335,13 @@ def _split_of(
             share, key = float(is_heldout), files.heldout
     if heldout_path:
         share, key = float(is_heldout), f"data.heldout_path={heldout_path}"
-    corpus = load_corpus(path, **corpus_settings)
+    try:
+        corpus = load_corpus(path, **corpus_settings)
+    except ConfigError as error:
+        if path != heldout_path:
+            raise
+        faults = [one.replace("data.path=", "data.heldout_path=", 1) for one in error.faults]
+        raise ConfigError(*faults) from error
     border = corpus.num_tokens - math.floor(to_12_digits(corpus.num_tokens * share))
     first, last = (border, corpus.num_tokens) if is_heldout else (0, border)
     name = "heldout" if is_heldout else "train"

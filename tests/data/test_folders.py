@@ -117,10 +117,10 @@ def test_hidden_files_of_a_folder_are_no_data_for_any_reader(tmp_path):
     for path in (root, tmp_path / "out"):
         (read,) = corpus.load_corpus(str(path), **settings).file_tokens
         assert {*bytes(read).decode().split("\0")} == {*visible, ""}
+    assert build(root, pattern="*.md").description == build(root, pattern="*.txt").description
     for name in (".hidden.jsonl", "shown.jsonl"):
         (root / name).write_text("{}\n")
     assert chat._find(str(root)) == [root / "shown.jsonl"]
-    assert build(root, pattern="*.md").description == build(root, pattern="*.txt").description
 
 
 @pytest.mark.parametrize("pattern", ["/a/*.txt", "", "**.txt"])
@@ -304,6 +304,35 @@ def test_an_excluded_name_that_cannot_match_is_rejected(tmp_path, exclude):
     with pytest.raises(ConfigError, match=f"data.exclude={re.escape(exclude[0])}: .*subfolder"):
         build(tmp_path, exclude=exclude)
     assert build(tmp_path, exclude=("test", "node_modules")).size == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("train.parquet", b"PAR1" + bytes(50), "is a Parquet file; tokenize it with `meshtrain"),
+        ("data-00000-of-00001.arrow", b"ARROW1" + bytes(50), "is an Arrow file; "),
+        ("rows.jsonl", b'{"text": "a"}', "is JSON lines; tokenize it with `meshtrain prepare`"),
+        ("rows.csv", b"text\n" + b"a row\n" * 100, "is a table; "),
+        ("all.json", b'[{"text": "a row"}]' * 20, "is JSON; tokenize it with `meshtrain prepare`"),
+    ],
+)
+def test_a_note_next_to_data_of_another_format_is_not_read_for_it(
+    name, content, expected, tmp_path
+):
+    (tmp_path / "README.md").write_text("# A data set\n\nWhat it has.\n")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path, pattern="*.py")
+    assert f"{name} {expected}" in str(error.value) and len(error.value.faults) == 1
+    assert build(tmp_path, pattern="*.md").size
+
+
+def test_a_small_table_among_texts_does_not_keep_them_from_being_read(tmp_path):
+    (tmp_path / "package.json").write_text('{"name": "a"}')
+    for number in range(3):
+        (tmp_path / f"{number}.md").write_text("some text of a page\n" * 5)
+    (warning,) = build(tmp_path, pattern="*.py").warnings
+    assert "it has most of *.md" in warning
 
 
 def test_where_a_pattern_matches_nothing_the_texts_are_read_with_a_warning(folder):

@@ -47,7 +47,7 @@ def test_other_data_may_be_held_out(folder, tmp_path):
     assert all_rows(train).tolist() == [*range(1, 997)]
     heldout = build(folder, dtype="", heldout_path=other, split="heldout")
     assert all_rows(heldout).tolist() == [*range(9001, 9197)]
-    with pytest.raises(ConfigError, match="data.path=missing: no such file"):
+    with pytest.raises(ConfigError, match="data.heldout_path=missing: no such file"):
         build(folder, dtype="", heldout_path="missing", split="heldout")
 
 

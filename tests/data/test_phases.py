@@ -197,11 +197,11 @@ def test_a_run_with_too_many_epochs_of_a_part_is_rejected(parts):
     run = phased(parts, *ENTRIES).in_run(Timeline(40, 6))
     most = max(part.samples / part.size for part in run.parts(0, 240))
     assert phased(parts, *ENTRIES, max_epochs=most).in_run(Timeline(40, 6)).phases == run.phases
-    with pytest.raises(ConfigError, match=rf"the run would read .*/a {most:.2f} times"):
+    with pytest.raises(ConfigError, match=rf"the run would read .*/a {most:.3g} times"):
         phased(parts, *ENTRIES, max_epochs=most - 0.01).in_run(Timeline(40, 6))
     alone = build(parts["a"], max_epochs=2.0)
     assert alone.in_run(Timeline(20, 4)).size == 40
-    with pytest.raises(ConfigError, match=r"would read .*/a 2.10 times"):
+    with pytest.raises(ConfigError, match=r"would read .*/a 2.1 times"):
         alone.in_run(Timeline(21, 4))
 
 
@@ -226,6 +226,14 @@ def test_a_run_with_too_many_epochs_of_a_part_is_rejected(parts):
 def test_phases_that_are_none_are_rejected(entries, expected):
     with pytest.raises(ConfigError, match=expected):
         build("", phases=entries)
+
+
+def test_a_phase_after_the_end_of_the_run_is_named(parts):
+    source = phased(parts, (30, {"a": 1}), (5, {"b": 1}), (5, {"c": 1}))
+    assert source.in_run(Timeline(40, 6)).warnings == []
+    assert source.in_run(Timeline(35, 6)).warnings == [
+        "data.phases[2]: begins at step 35, and train.steps=35: the run does not read it"
+    ]
 
 
 def test_a_phase_without_a_step_is_rejected(parts):
