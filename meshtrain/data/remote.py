@@ -334,15 +334,16 @@ def _open_folder(store: Store, cache: Cache, folder: Path, content: bytes) -> Re
 
 def _missing(store: Store, manifest: dict[str, Any]) -> list[str]:
     """Returns a fault for each file of the manifest that is not in the store."""
-    names = store.names()
-    if names is None:
+    found = store.names()
+    if found is None:
         return []
+    names = set(found)
     listed = [f"{shard['name']}.{kind}" for shard in manifest["shards"] for kind in shard["files"]]
     listed.append(prepared.TOKEN_BYTES)
     return [
         f"{store.url}/{name} is missing, but {prepared.MANIFEST} lists it; upload it again"
         for name in listed
-        if name not in {*names}
+        if name not in names
     ]
 
 
