@@ -338,7 +338,7 @@ def _split_of(
     try:
         corpus = load_corpus(path, **corpus_settings)
     except ConfigError as error:
-        if path != heldout_path:
+        if not heldout_path or path != heldout_path:
             raise
         faults = [one.replace("data.path=", "data.heldout_path=", 1) for one in error.faults]
         raise ConfigError(*faults) from error
