@@ -186,6 +186,43 @@ def test_a_damaged_compressed_file_is_an_error_of_one_line(tmp_path, capsys, com
     assert f"{path}: cannot be read: " in line
 
 
+@pytest.mark.parametrize("compress", COMPRESS)
+@pytest.mark.parametrize("damage", ["header", "cut header", "text", "last byte cut"])
+def test_what_follows_a_stream_is_another_stream_or_an_error(tmp_path, capsys, compress, damage):
+    path = tmp_path / f"a.jsonl.{compress}"
+    first, second = (COMPRESS[compress](b'{"text": "%s"}\n' % name) for name in (b"a", b"b"))
+    after = {
+        "header": bytes([second[0] ^ 1]) + second[1:],
+        "cut header": second[:3],
+        "text": b"garbage",
+        "last byte cut": second[:-1],
+    }
+    path.write_bytes(first + after[damage])
+    assert run(path, f"--output={tmp_path / 'out'}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: cannot be read: " in line
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+@pytest.mark.parametrize("zeros", [0, 4, 8, 20_000])
+def test_padding_of_xz_is_no_damage(tmp_path, monkeypatch, chunk, zeros):
+    monkeypatch.setattr(streams, "CHUNK", chunk)
+    path = tmp_path / "a.txt.xz"
+    part = lzma.compress(prose(1, 99).encode()) + bytes(zeros)
+    path.write_bytes(part * 3)
+    with streams.open_at(path, 0) as (file, _):
+        assert file.read().decode() == prose(1, 99) * 3
+
+
+@pytest.mark.parametrize("zeros", [1, 3, 20_001])
+def test_zeros_that_are_no_padding_of_xz_are_an_error(tmp_path, capsys, zeros):
+    path = tmp_path / "a.txt.xz"
+    for data in (lzma.compress(b"a") + bytes(zeros) + lzma.compress(b"b"), bytes(400)):
+        path.write_bytes(data)
+        assert run(path, f"--output={tmp_path / 'out'}") == 2
+        assert f"{path}: cannot be read: zero bytes where" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json", "a.txt"])
 @pytest.mark.parametrize("compress", COMPRESS)
 def test_a_bomb_is_rejected_before_it_fills_the_memory(tmp_path, capsys, compress, name):
