@@ -635,6 +635,18 @@ def test_one_split_of_a_saved_dict_is_read(tmp_path, capsys):
     assert texts(tmp_path / "single") == ["d"]
 
 
+def test_a_saved_dataset_without_rows_has_no_document(tmp_path, capsys):
+    saved(tmp_path / "in" / "zero", [], num_shards=None)  # without files
+    saved_dict(tmp_path / "dict", train=["a"], test=[])
+    for name, *flags in (["in"], ["in/zero"], ["dict", "--split=test"], ["dict/test"]):
+        assert run(tmp_path / name, f"--output={tmp_path / 'none'}", *flags) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path / name}: the inputs contain no document" in line
+    saved(tmp_path / "in" / "some", ["b"])
+    assert run(tmp_path / "in", f"--output={tmp_path / 'out'}") == 0
+    assert texts(tmp_path / "out") == ["b"]
+
+
 def test_splits_in_the_cache_of_datasets_are_told_by_the_names_of_its_files(tmp_path, capsys):
     for name in ("x-train-00000-of-00002", "x-train-00001-of-00002", "x-test", "cache-x-train"):
         arrow_stream(tmp_path / f"{name}.arrow", [{"text": name}])
