@@ -296,6 +296,19 @@ def test_faulty_elements_of_an_array_are_named_by_their_number(tmp_path, capsys)
     assert texts(tmp_path / "out") == ["good", "too"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_an_integer_that_python_does_not_read_is_a_fault_of_its_row(tmp_path, capsys, name):
+    rows = [b'{"text": "good"}', b'{"text": "bad", "n": ' + b"9" * 5000 + b"}", b'{"text": "too"}']
+    lines = name == "a.jsonl"
+    (tmp_path / name).write_bytes(b"\n".join(rows) if lines else b"[" + b", ".join(rows) + b"]")
+    flags = [tmp_path / name, f"--output={tmp_path / 'out'}"]
+    assert run(*flags) == 2
+    line = f"{tmp_path / name}:2: holds an integer of more than 4,300 digits"
+    assert line in capsys.readouterr().err.splitlines()
+    assert run(*flags, "--skip_bad") == 0
+    assert texts(tmp_path / "out") == ["good", "too"]
+
+
 @pytest.mark.parametrize("chunk", range(1, 12))
 def test_an_element_at_the_end_of_a_chunk_is_complete(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(streams, "CHUNK", chunk)
