@@ -488,6 +488,14 @@ def test_a_damaged_file_is_an_error_of_one_line(tmp_path, capsys, name):
         assert str(path) in line
 
 
+@pytest.mark.parametrize("name", ["a.feather", "a.arrow"])
+def test_version_1_of_feather_is_named(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(b"FEA1" + bytes(100) + b"FEA1")
+    assert run(tmp_path / name, f"--output={tmp_path / 'out'}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / name}: is a Feather file of version 1; write its table" in line
+
+
 def test_a_large_batch_of_arrow_is_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "SLICE_BYTES", 1000)
     values = ["x" * 900, "y" * 900, "z" * 5000, "", "a", "b"] * 9
