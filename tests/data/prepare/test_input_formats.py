@@ -656,6 +656,13 @@ def test_one_split_of_a_saved_dict_is_read(tmp_path, capsys):
     assert texts(tmp_path / "single") == ["d"]
 
 
+def test_a_split_of_a_saved_dataset_without_splits_is_rejected(tmp_path, capsys):
+    saved(tmp_path / "in", ["a"])
+    assert run(tmp_path / "in", f"--output={tmp_path / 'out'}", "--split=train") == 2
+    expected = f"--split=train: {tmp_path / 'in'} has no splits; leave --split out"
+    assert expected in capsys.readouterr().err.splitlines()
+
+
 def test_a_saved_dataset_without_rows_has_no_document(tmp_path, capsys):
     saved(tmp_path / "in" / "zero", [], num_shards=None)  # without files
     saved_dict(tmp_path / "dict", train=["a"], test=[])
