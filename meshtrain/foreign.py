@@ -8,6 +8,7 @@ import codecs
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,6 +104,9 @@ def parse_json(
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
+    except ValueError:
+        limit = sys.get_int_max_str_digits()
+        raise ValueError(f"holds an integer of more than {limit:,} digits") from None
     _check_depth(value)
     return value
 

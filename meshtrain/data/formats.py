@@ -82,6 +82,12 @@ JSON_OBJECT = _json(
     "write each object on one line with `jq -c . FILE > LINES` (`.NAME[]` in place of `.` for a "
     "list in it)",
 )
+FEATHER_1 = Format(
+    "a Feather file of version 1",
+    "write its table (pyarrow.feather.read_table) as version 2 with pyarrow.feather.write_feather",
+    (),
+    b"FEA1",
+)
 TABLE = Format("a table", PREPARE, (".csv", ".tsv"))
 # Text that may well be a document itself, among the files of a folder.
 TEXTS = (JSON, TABLE)
@@ -102,7 +108,7 @@ FORMATS = (
         in_prepare="rename it to end in .arrow",
     ),
     Format("an ArrayRecord file", PREPARE, (".array_record", ".arrayrecord")),
-    Format("a Feather file", CONVERT, (), b"FEA1"),
+    FEATHER_1,
     Format("an ORC file", CONVERT, (".orc",)),
     Format("an Avro file", CONVERT, (".avro",), b"Obj\x01"),
     Format("an HDF5 file", CONVERT, (".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n"),

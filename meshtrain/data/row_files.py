@@ -255,7 +255,11 @@ class _ArrowFile:
             raise ConfigError(f"{path}: is empty; leave it out")
         source = self._pyarrow.memory_map(str(path))
         try:
-            if source.read(6) == b"ARROW1":
+            magic = source.read(6)
+            feather = formats.FEATHER_1
+            if magic.startswith(feather.magic):
+                raise ConfigError(f"{path}: is {feather.name}; {feather.way_out}")
+            if magic == b"ARROW1":
                 source.seek(0)
                 self._file = ipc.open_file(source)
                 schema = self._file.schema

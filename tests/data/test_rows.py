@@ -383,6 +383,11 @@ def test_a_fault_is_named_in_one_line(name, made, tmp_path):
         ("a.arrow", b"", "is empty; leave it out"),
         ("a.arrow", b"ARROW1\0\0 and no more", "not a complete Arrow file"),
         ("a.arrow", b"nonsense " * 9, "not a complete Arrow file"),
+        (
+            "a.feather",
+            b"FEA1\0\0 and no more",
+            "is a Feather file of version 1; .* as version 2 with",
+        ),
         ("a.parquet", b"PAR1 and no more", "not a complete Parquet file"),
         ("a.array_record", b"", "is empty; leave it out"),
         ("a.array_record", b"nonsense " * 9, "not a complete ArrayRecord file"),

@@ -107,7 +107,9 @@ def find_files(
     together: dict[Path, Path] = {}  # file of a saved dataset -> its first file
     for one in saved_datasets.chosen(splits, split):
         paths += one.files
-        together.update(dict.fromkeys(one.files, one.files[0]))
+        together.update((file, one.files[0]) for file in one.files)
+    if not paths:  # a saved dataset without rows has no files
+        raise ConfigError(f"{', '.join(inputs)}: the inputs contain no document; give others")
     notes = []
     for folder in sorted(ignored_folders):
         notes.append(f"ignored: {folder}, which `meshtrain prepare` wrote")

@@ -88,7 +88,8 @@ class _Text:
         # An invalid byte becomes half of a surrogate pair: the fault of the element that holds it.
         decoder = codecs.getincrementaldecoder("utf-8")
         self._decoder = decoder("surrogateescape")
-        self._json = json.JSONDecoder()
+        # Of more than 4300 digits Python reads no integer: a fault of the element, found later.
+        self._json = json.JSONDecoder(parse_int=float)
 
     def next(self) -> str:
         """Skips blank characters; returns the next one, or "" at the end."""

@@ -57,10 +57,11 @@ def chosen(splits: list[Split], split: str) -> list[Split]:
     found = []
     faults = []
     for folder, here in by_folder.items():
-        names = ", ".join(sorted(one.name for one in here)) or "no name"
+        names = ", ".join(sorted(one.name for one in here))
         named = [one for one in here if not split or one.name == split]
         if not named:
-            faults.append(f"--split={split}: {sources.name_of(folder)} has {names or 'no name'}")
+            has = f"has {names}" if names else "has no splits; leave --split out"
+            faults.append(f"--split={split}: {sources.name_of(folder)} {has}")
         elif len(named) > 1 and not split:
             faults.append(
                 f"{sources.name_of(folder)}: has the splits {names}; choose one with --split=NAME"

@@ -30,11 +30,11 @@ def _zstd(raw: BinaryIO) -> io.BufferedReader:
 
 
 def _xz(raw: BinaryIO) -> io.BufferedReader:
-    return io.BufferedReader(lzma.LZMAFile(raw), CHUNK)
+    return io.BufferedReader(_Streams(raw, lzma.LZMADecompressor, is_padded=True), CHUNK)
 
 
 def _bzip2(raw: BinaryIO) -> io.BufferedReader:
-    return io.BufferedReader(bz2.BZ2File(raw), CHUNK)
+    return io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor), CHUNK)
 
 
 # Extension -> function that returns the decompressed file. Each reads files of several streams.
@@ -100,6 +100,63 @@ class _Zstandard(io.RawIOBase):
             self._compressed = self._frame.unused_data
             self._frame = None
         return output
+
+
+class _Streams(io.RawIOBase):
+    """Decompresses the streams of a .xz or .bz2 file.
+
+    The library's own readers end without an error where something else follows a stream.
+    """
+
+    INPUT = 1 << 13  # bytes: what follows a stream is copied, and there may be many small ones
+    PADDING = 4  # zero bytes may follow a stream of .xz, a multiple of this
+
+    def __init__(self, raw: BinaryIO, begin: Callable[[], Any], *, is_padded: bool = False):
+        self._raw = raw
+        self._begin = begin  # returns a decompressor of one stream
+        self._is_padded = is_padded
+        self._stream: Any = None  # None: before a stream
+        self._is_first = True
+        self._compressed = b""
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        output = b""
+        while not output and (self._stream is not None or self._next_stream()):
+            if self._stream.needs_input and not self._compressed:
+                self._compressed = self._raw.read(self.INPUT)
+                if not self._compressed:
+                    raise EOFError("the compressed file ends within a stream")
+            output = self._stream.decompress(self._compressed, len(buffer))
+            self._compressed = b""
+            if self._stream.eof:
+                self._compressed = self._stream.unused_data
+                self._stream = None
+                self._is_first = False
+        buffer[: len(output)] = output
+        self._position += len(output)
+        return len(output)
+
+    def _next_stream(self) -> bool:
+        """Reads the padding before a stream; returns whether there is one."""
+        num_zeros = 0
+        while True:
+            compressed = self._compressed or self._raw.read(self.INPUT)
+            self._compressed = compressed.lstrip(b"\0") if self._is_padded else compressed
+            num_zeros += len(compressed) - len(self._compressed)
+            if self._compressed or not compressed:
+                break
+        if num_zeros % self.PADDING or (num_zeros and self._is_first):
+            raise OSError("zero bytes where a compressed stream should begin")
+        if self._compressed:
+            self._stream = self._begin()
+        return bool(self._compressed)
 
 
 def compression_of(path: Path) -> str:

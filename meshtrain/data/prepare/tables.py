@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshtrain.data import formats
 from meshtrain.data.prepare import sources
 from meshtrain.data.prepare.records import (
     Position,
@@ -247,7 +248,9 @@ def dictionary_bytes(file: Any, chunk: Any) -> int:
 
 # ---- Arrow ----
 
-FILE_MAGIC = b"ARROW1"  # of the file format, which is also Feather's; a stream has none
+FILE_MAGIC = (
+    b"ARROW1"  # of the file format, which is also Feather's of version 2; a stream has none
+)
 
 
 def read_arrow(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
@@ -264,7 +267,11 @@ def arrow_rows(
     limit = max(MAX_COLUMN_BYTES, max_document_bytes(path))
     # Mapped, since a file may be a single batch, and only some columns of it are read.
     with _opened(path, mapped=True) as file:
-        is_file = file.read_at(len(FILE_MAGIC), 0) == FILE_MAGIC
+        magic = file.read_at(len(FILE_MAGIC), 0)
+    feather = formats.FEATHER_1
+    if magic.startswith(feather.magic):
+        raise ConfigError(f"{sources.name_of(path)}: is {feather.name}; {feather.way_out}")
+    is_file = magic == FILE_MAGIC
     open_reader = ipc.open_file if is_file else ipc.open_stream
     # A stream of a store is read ahead.
     is_ahead = sources.is_stored(path) and not is_file

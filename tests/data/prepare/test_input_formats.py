@@ -186,6 +186,43 @@ def test_a_damaged_compressed_file_is_an_error_of_one_line(tmp_path, capsys, com
     assert f"{path}: cannot be read: " in line
 
 
+@pytest.mark.parametrize("compress", COMPRESS)
+@pytest.mark.parametrize("damage", ["header", "cut header", "text", "last byte cut"])
+def test_what_follows_a_stream_is_another_stream_or_an_error(tmp_path, capsys, compress, damage):
+    path = tmp_path / f"a.jsonl.{compress}"
+    first, second = (COMPRESS[compress](b'{"text": "%s"}\n' % name) for name in (b"a", b"b"))
+    after = {
+        "header": bytes([second[0] ^ 1]) + second[1:],
+        "cut header": second[:3],
+        "text": b"garbage",
+        "last byte cut": second[:-1],
+    }
+    path.write_bytes(first + after[damage])
+    assert run(path, f"--output={tmp_path / 'out'}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: cannot be read: " in line
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+@pytest.mark.parametrize("zeros", [0, 4, 8, 20_000])
+def test_padding_of_xz_is_no_damage(tmp_path, monkeypatch, chunk, zeros):
+    monkeypatch.setattr(streams, "CHUNK", chunk)
+    path = tmp_path / "a.txt.xz"
+    part = lzma.compress(prose(1, 99).encode()) + bytes(zeros)
+    path.write_bytes(part * 3)
+    with streams.open_at(path, 0) as (file, _):
+        assert file.read().decode() == prose(1, 99) * 3
+
+
+@pytest.mark.parametrize("zeros", [1, 3, 20_001])
+def test_zeros_that_are_no_padding_of_xz_are_an_error(tmp_path, capsys, zeros):
+    path = tmp_path / "a.txt.xz"
+    for data in (lzma.compress(b"a") + bytes(zeros) + lzma.compress(b"b"), bytes(400)):
+        path.write_bytes(data)
+        assert run(path, f"--output={tmp_path / 'out'}") == 2
+        assert f"{path}: cannot be read: zero bytes where" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json", "a.txt"])
 @pytest.mark.parametrize("compress", COMPRESS)
 def test_a_bomb_is_rejected_before_it_fills_the_memory(tmp_path, capsys, compress, name):
@@ -256,6 +293,19 @@ def test_faulty_elements_of_an_array_are_named_by_their_number(tmp_path, capsys)
         *("5: no field 'text'", "6: no field 'text'"),
     ):
         assert f"skipped {tmp_path / 'a.json'}:{fault}" in error
+    assert texts(tmp_path / "out") == ["good", "too"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_an_integer_that_python_does_not_read_is_a_fault_of_its_row(tmp_path, capsys, name):
+    rows = [b'{"text": "good"}', b'{"text": "bad", "n": ' + b"9" * 5000 + b"}", b'{"text": "too"}']
+    lines = name == "a.jsonl"
+    (tmp_path / name).write_bytes(b"\n".join(rows) if lines else b"[" + b", ".join(rows) + b"]")
+    flags = [tmp_path / name, f"--output={tmp_path / 'out'}"]
+    assert run(*flags) == 2
+    line = f"{tmp_path / name}:2: holds an integer of more than 4,300 digits"
+    assert line in capsys.readouterr().err.splitlines()
+    assert run(*flags, "--skip_bad") == 0
     assert texts(tmp_path / "out") == ["good", "too"]
 
 
@@ -438,6 +488,14 @@ def test_a_damaged_file_is_an_error_of_one_line(tmp_path, capsys, name):
         assert str(path) in line
 
 
+@pytest.mark.parametrize("name", ["a.feather", "a.arrow"])
+def test_version_1_of_feather_is_named(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(b"FEA1" + bytes(100) + b"FEA1")
+    assert run(tmp_path / name, f"--output={tmp_path / 'out'}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / name}: is a Feather file of version 1; write its table" in line
+
+
 def test_a_large_batch_of_arrow_is_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "SLICE_BYTES", 1000)
     values = ["x" * 900, "y" * 900, "z" * 5000, "", "a", "b"] * 9
@@ -596,6 +654,25 @@ def test_one_split_of_a_saved_dict_is_read(tmp_path, capsys):
     saved_dict(tmp_path / "one", only=["d"])
     assert run(tmp_path / "one", f"--output={tmp_path / 'single'}") == 0
     assert texts(tmp_path / "single") == ["d"]
+
+
+def test_a_split_of_a_saved_dataset_without_splits_is_rejected(tmp_path, capsys):
+    saved(tmp_path / "in", ["a"])
+    assert run(tmp_path / "in", f"--output={tmp_path / 'out'}", "--split=train") == 2
+    expected = f"--split=train: {tmp_path / 'in'} has no splits; leave --split out"
+    assert expected in capsys.readouterr().err.splitlines()
+
+
+def test_a_saved_dataset_without_rows_has_no_document(tmp_path, capsys):
+    saved(tmp_path / "in" / "zero", [], num_shards=None)  # without files
+    saved_dict(tmp_path / "dict", train=["a"], test=[])
+    for name, *flags in (["in"], ["in/zero"], ["dict", "--split=test"], ["dict/test"]):
+        assert run(tmp_path / name, f"--output={tmp_path / 'none'}", *flags) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path / name}: the inputs contain no document" in line
+    saved(tmp_path / "in" / "some", ["b"])
+    assert run(tmp_path / "in", f"--output={tmp_path / 'out'}") == 0
+    assert texts(tmp_path / "out") == ["b"]
 
 
 def test_splits_in_the_cache_of_datasets_are_told_by_the_names_of_its_files(tmp_path, capsys):
