@@ -32,7 +32,7 @@ from meshtrain.data import (
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.chat_tokenizer import ConversationTokenizer
 from meshtrain.data.corpus import Corpus, concatenate_ranges
-from meshtrain.data.prepare import inputs
+from meshtrain.data.prepare import inputs, saved_datasets
 from meshtrain.data.source import Batch, Source, check_sizes
 from meshtrain.data.workers import Message, Workers
 from meshtrain.errors import ConfigError, choice_faults, minimum_faults
@@ -210,19 +210,38 @@ def load(
 
 
 def _find(path: str) -> list[Path]:
-    """Returns the files with conversations, sorted; raises ConfigError if there are none."""
-    fault = files.path_fault(path)
-    if fault:
-        raise ConfigError(f"data.path={path}: {fault}; give a .jsonl file or a folder of them")
-    paths = [Path(path)]
-    is_folder = paths[0].is_dir()
-    if is_folder and any((paths[0] / name).is_file() for name in row_files.SAVED):
-        return [file for together in row_files.find_in_folder(path, paths[0]) for file in together]
-    if is_folder:
-        paths, _ = files.find(paths[0], "*", key="data.path")
-    faults = []
+    """Returns the files with conversations, sorted, and then those of saved datasets.
+
+    Raises ConfigError if there are none.
+    """
+    faults: list[str] = []
+    found: list[Path] = []
+    splits: list[saved_datasets.Split] = []
+    for one in row_files.named(path, "give a .jsonl file or a folder of them"):
+        paths = [one]
+        if one.is_dir():
+            paths, _ = files.find(one, "*", key="data.path")
+            of_folder, paths = saved_datasets.find(paths)
+            splits += of_folder
+        found += _with_conversations(path, sorted(paths), faults, is_folder=one.is_dir())
+    _report_faults(faults)
+    found += [file for together in row_files.files_of_splits(path, splits) for file in together]
+    if not found:
+        raise ConfigError(
+            f"data.path={path}: no file ends in {', '.join(EXTENSIONS)}, .arrow or .parquet; give "
+            f"conversations as JSON lines"
+        )
+    return found
+
+
+def _with_conversations(
+    path: str, paths: list[Path], faults: list[str], *, is_folder: bool
+) -> list[Path]:
+    """Returns the files that are read, and appends a line about each that cannot be."""
     found = []
     for file in paths:
+        if is_folder and not file.stat().st_size:
+            continue
         if row_files.kind_of(file):
             found.append(file)
             continue
@@ -233,12 +252,6 @@ def _find(path: str) -> list[Path]:
         fault = inputs.format_fault(file, is_named=not is_folder)
         if fault:
             faults.append(f"data.path={path}: {file} {fault}, or leave it out")
-    _report_faults(faults)
-    if not found:
-        raise ConfigError(
-            f"data.path={path}: no file ends in {', '.join(EXTENSIONS)}, .arrow or .parquet; give "
-            f"conversations as JSON lines"
-        )
     return found
 
 

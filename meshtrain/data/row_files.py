@@ -17,10 +17,11 @@ import numpy as np
 from meshtrain import foreign
 from meshtrain.data import files, formats
 from meshtrain.data import template as templates
+from meshtrain.data.prepare import saved_datasets
 from meshtrain.errors import ConfigError, import_optional
 
 EXTRA = "rows"  # of pyproject.toml, with the packages that read the formats
-ARROW = (".arrow", ".feather")
+ARROW = (".arrow", ".feather", ".ipc")
 PARQUET = (".parquet",)
 ARRAY_RECORD = (".array_record", ".arrayrecord")
 MAGICS = {b"ARROW1": "arrow", b"PAR1": "parquet", b"\x83\xafp\xd1\r\x88J?": "array_record"}
@@ -28,9 +29,6 @@ NAMES = "Arrow (.arrow), Parquet (.parquet) or ArrayRecord (.array_record)"
 UNIT_ROWS = 1024  # rows of a unit of work, of files without groups of rows
 GROUP_BYTES = 256 << 20  # decoded groups of rows of Parquet that a process keeps
 OPEN_FILES = 64  # files that a process keeps open
-STATE = "state.json"  # of a folder that `datasets` saved: lists its files, in order
-SPLITS = "dataset_dict.json"  # of a folder of several of these
-SAVED = (STATE, SPLITS)
 SHOWN_NAMES = 8  # columns listed in a message
 
 
@@ -40,80 +38,72 @@ SHOWN_NAMES = 8  # columns listed in a message
 def find(path: str) -> list[Path]:
     """Returns the files with rows that `path` names: a file, a folder, or a pattern with * or ?.
 
-    They are in the order in which `meshtrain prepare` reads them: shuffled with a fixed seed, since
+    They are those that `meshtrain prepare` reads, in its order: shuffled with a fixed seed, since
     training may hold out the end; the files of a saved dataset follow each other. Raises
-    ConfigError if there are none, or for another format.
+    ConfigError if there are none, for several splits, or for another format.
     """
-    paths = [Path(path)]
-    if files.path_fault(path) and any(letter in path for letter in "*?["):
-        paths = [Path(one) for one in sorted(glob.glob(path, recursive=True))]
-        if not paths:
-            raise ConfigError(f"data.path={path}: no files match this pattern")
-    found: list[list[Path]] = []
-    for one in paths:
-        fault = files.path_fault(one)
-        if fault:
-            raise ConfigError(f"data.path={path}: {fault}; give files of {NAMES}")
-        found += find_in_folder(path, one) if one.is_dir() else [[one]]
-    for file in (file for together in found for file in together):
+    found: list[Path] = []
+    splits: list[saved_datasets.Split] = []
+    is_skipped: set[Path] = set()
+    for one in named(path, f"give files of {NAMES}"):
+        if not one.is_dir():
+            found.append(one)
+            continue
+        inside, _ = files.find(one, "*", key="data.path")
+        of_folder, others = saved_datasets.find(inside)
+        splits += of_folder
+        others = [file for file in others if _kind_by_name(file)]
+        if not others and not of_folder:
+            raise ConfigError(f"data.path={path}: no file in it is {NAMES}")
+        found += others
+        is_skipped.update(file for file in others if not file.stat().st_size)
+    units = [[file] for file in found]
+    units += [together for together in files_of_splits(path, splits) if together]
+    for file in (file for together in units for file in together):
         if not kind_of(file):
             raise ConfigError(
                 f"data.path={path}: {file} is no file of {NAMES}; tokenize other formats with "
                 f"`meshtrain prepare`, and train on its --output with "
                 f"data.build=meshtrain.data.tokens:build"
             )
-    order = np.random.default_rng(0).permutation(len(found))
-    return [file for number in order for file in found[number]]
+    order = np.random.default_rng(0).permutation(len(units))
+    # Empty files of a folder have a place in the order, as in `meshtrain prepare`, and no rows.
+    chosen = [file for number in order for file in units[number] if file not in is_skipped]
+    if not chosen:
+        raise ConfigError(f"data.path={path}: holds no rows")
+    return chosen
 
 
-def find_in_folder(path: str, folder: Path) -> list[list[Path]]:
-    """Returns the files with rows in a folder, sorted; those of a saved dataset are together.
+def named(path: str, way_out: str) -> list[Path]:
+    """Returns the files and folders that `path` names, itself or as a pattern with * or ?.
 
-    Raises ConfigError if there are none, or several splits.
+    Raises ConfigError with the way out for what cannot be read.
     """
-    saved = [one.parent for one in sorted(folder.rglob(SPLITS))]
-    if saved:
-        names = _splits(saved[0])
-        listed = ", ".join(str(saved[0] / name) for name in names)
-        raise ConfigError(
-            f"data.path={path}: {saved[0]} has the splits {', '.join(names)}; give the folder of "
-            f"one: {listed}"
-        )
-    paths, _ = files.find(folder, "*", key="data.path")
-    found: list[list[Path]] = []
-    done: set[Path] = set()
-    for file in paths:
-        if (file.parent / STATE).is_file():
-            if file.parent not in done:
-                done.add(file.parent)
-                found.append(_listed_files(file.parent))
-        # `datasets` keeps what it has computed next to the data.
-        elif _kind_by_name(file) and not file.name.startswith("cache-"):
-            found.append([file])
-    if not any(found):
-        raise ConfigError(f"data.path={path}: no file in it is {NAMES}")
-    return [together for together in found if together]
+    paths = [Path(path)]
+    if files.path_fault(path) and any(letter in path for letter in "*?["):
+        paths = [Path(one) for one in sorted(glob.glob(path, recursive=True))]
+        if not paths:
+            raise ConfigError(f"data.path={path}: no files match this pattern")
+    for one in paths:
+        fault = files.path_fault(one)
+        if fault:
+            raise ConfigError(f"data.path={path}: {fault}; {way_out}")
+    return paths
 
 
-def _splits(folder: Path) -> list[str]:
-    try:
-        splits = foreign.read_json(folder / SPLITS)["splits"]
-        return [name for name in splits if isinstance(name, str)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / SPLITS}: cannot be read: {error!r}; save it again") from None
+def files_of_splits(path: str, splits: list[saved_datasets.Split]) -> list[list[Path]]:
+    """Returns the files of each saved dataset, in the order of its rows.
 
-
-def _listed_files(folder: Path) -> list[Path]:
-    """Returns the files of a folder that `datasets` saved, in order."""
-    try:
-        entries = foreign.read_json(folder / STATE).get("_data_files") or []
-        names = [entry["filename"] for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder / STATE}: cannot be read: {error!r}; save it again") from None
-    for name in names:
-        if not foreign.is_file_name(name) or not (folder / name).is_file():
-            raise ConfigError(f"{folder / STATE}: lists {name!r}, which is missing; copy it again")
-    return [folder / name for name in names]
+    Raises ConfigError if one has several splits, or lacks a file.
+    """
+    found = [split.files for split in saved_datasets.chosen(splits, "", key="data.path")]
+    for file in (file for together in found for file in together):
+        if not file.is_file():
+            raise ConfigError(
+                f"data.path={path}: {file.parent / saved_datasets.STATE} lists {file.name!r}, "
+                f"which is missing; copy it again"
+            )
+    return found
 
 
 def kind_of(path: Path) -> str:

@@ -209,3 +209,16 @@ def test_a_vocabulary_that_is_too_small_is_reported_before_anything_is_tokenized
     with pytest.raises(ConfigError, match="set model.vocab_size=300"):
         build(data, folder, vocab_size=200)
     assert not [*data.glob(".meshtrain/*/*.part")] and not [*data.glob(".meshtrain/*/tokens")]
+
+
+def test_the_splits_of_a_cache_are_not_mixed(small_groups, tmp_path):
+    folder = put_template(tmp_path / "t")
+    for name in ("train", "test"):
+        table = {"prompt": [f"count in {name}"] * 40, "completion": ["1 2 3"] * 40}
+        row_files.write(tmp_path / "in", f"json-{name}-00000-of-00001.arrow", table)
+    (tmp_path / "in" / "dataset_info.json").write_text('{"splits": {"train": {}, "test": {}}}')
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path / "in", folder)
+    (line,) = error.value.faults
+    assert "has the splits test, train; set data.path to one: " in line
+    assert ": 36 conversations, " in build(line.split(", ")[-1], folder).description
