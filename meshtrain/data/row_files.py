@@ -17,7 +17,7 @@ import numpy as np
 from meshtrain import foreign
 from meshtrain.data import files, formats
 from meshtrain.data import template as templates
-from meshtrain.data.prepare import saved_datasets
+from meshtrain.data.prepare import saved_datasets, tables
 from meshtrain.errors import ConfigError, import_optional
 
 EXTRA = "rows"  # of pyproject.toml, with the packages that read the formats
@@ -268,7 +268,7 @@ class _ArrowFile:
             raise ConfigError(
                 f"{path}: not a complete Arrow file: {str(error).splitlines()[0]}; copy it again"
             ) from None
-        self._columns = _columns(path, schema, wanted, self._pyarrow)
+        self._fields = _fields(path, schema, wanted, self._pyarrow)
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
         self.num_rows = int(self._starts[-1])
         self.units = _units(self.num_rows)
@@ -280,8 +280,8 @@ class _ArrowFile:
         for number in np.unique(batch_of):
             within = np.asarray(numbers)[batch_of == number] - self._starts[number]
             batch = self._batch(int(number))
-            columns = {name: batch.column(name) for name in self._columns}
-            rows += _take(columns, within)
+            columns = {one.column: batch.column(one.column) for one in self._fields}
+            rows += _take(columns, self._fields, within)
         return rows
 
 
@@ -307,7 +307,8 @@ class _ParquetFile:
             raise ConfigError(
                 f"{path}: not a complete Parquet file: {str(error).splitlines()[0]}; copy it again"
             ) from None
-        self._columns = _columns(path, self._file.schema_arrow, wanted, self._pyarrow)
+        self._fields = _fields(path, self._file.schema_arrow, wanted, self._pyarrow)
+        self._columns = tuple(dict.fromkeys(one.column for one in self._fields))
         self._path = path
         self._groups = groups
         metadata = self._file.metadata
@@ -332,7 +333,7 @@ class _ParquetFile:
         for group in np.unique(group_of):
             within = np.asarray(numbers)[group_of == group] - self.units[group]
             columns = self._groups.get((self._path, int(group)), self._read_group)
-            rows += _take(columns, within)
+            rows += _take(columns, self._fields, within)
         return rows
 
     def _read_group(self, key: tuple[Path, int]) -> dict[str, Any]:
@@ -374,11 +375,20 @@ def _num_bytes(columns: Mapping[str, Any]) -> int:
 # ---- columns of both ----
 
 
-def _columns(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> tuple[str, ...]:
-    """Returns the columns that hold the wanted fields; raises ConfigError for one without text."""
+class _Field(NamedTuple):
+    """Where a field is, and what makes the value that is written of pyarrow's; None: as it is."""
+
+    name: str
+    column: str
+    parts: tuple[str, ...]  # of the structs in the column
+    written: Callable[[Any], Any] | None
+
+
+def _fields(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> list[_Field]:
+    """Returns where the wanted fields are; raises ConfigError for one that holds no text."""
     if isinstance(wanted, AnyOf):
-        return tuple(name for name in wanted.fields if name in schema.names)
-    names = []
+        return [_Field(name, name, (), None) for name in wanted.fields if name in schema.names]
+    fields = []
     repeated = {name for name in schema.names if schema.names.count(name) > 1}
     for field in wanted.fields:
         name = field if field in schema.names else field.partition(".")[0]
@@ -391,7 +401,8 @@ def _columns(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> t
         if name in repeated:
             raise ConfigError(f"{path}: has several columns {name!r}; write it with one of them")
         kind = schema.field(name).type
-        for part in [] if name == field else field.split(".")[1:]:
+        parts = () if name == field else tuple(field.split(".")[1:])
+        for part in parts:
             if not pyarrow.types.is_struct(kind) or kind.get_field_index(part) < 0:
                 raise ConfigError(f"{path}: column {name!r} holds {kind}, which has no {part!r}")
             kind = kind.field(part).type
@@ -401,33 +412,44 @@ def _columns(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> t
                 f"{path}: column {field!r} holds {kind}, not {expected}; set data.field or "
                 f"data.template to other columns: {', '.join(schema.names[:SHOWN_NAMES])}"
             )
-        names.append(name)
-    return tuple(dict.fromkeys(names))
+        fields.append(_Field(field, name, parts, tables.as_written(tables.value_type(kind))))
+    return fields
 
 
 def _is_fitting(kind: Any, pyarrow: Any, *, with_numbers: bool) -> bool:
-    types = pyarrow.types
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-    return is_text or (with_numbers and is_number)
+    kind = tables.value_type(kind)
+    # Nulls without a type are no text in any row.
+    is_text = tables.is_text(kind) and not pyarrow.types.is_null(kind)
+    return is_text or (with_numbers and tables.is_number(kind))
 
 
 def _units(num_rows: int) -> np.ndarray:
     return np.append(np.arange(0, num_rows, UNIT_ROWS, dtype=np.int64), num_rows)
 
 
-def _take(columns: Mapping[str, Any], rows: np.ndarray) -> list[Mapping[str, Any] | Fault]:
+def _take(
+    columns: Mapping[str, Any], fields: Sequence[_Field], rows: np.ndarray
+) -> list[Mapping[str, Any] | Fault]:
     """Returns the fields of rows; a Fault for a row with a text that is not UTF-8."""
     found: list[Mapping[str, Any] | Fault] = []
     for number in rows.tolist():
         try:
             # One value at a time: pyarrow's `take` has not all types.
-            found.append({name: column[number].as_py() for name, column in columns.items()})
+            found.append({one.name: _value(columns[one.column][number], one) for one in fields})
         except UnicodeDecodeError as error:
             found.append(Fault(f"invalid UTF-8 at byte {error.start}"))
     return found
+
+
+def _value(scalar: Any, field: _Field) -> Any:
+    for part in field.parts:
+        if not scalar.is_valid:
+            return None
+        scalar = scalar[part]
+    value = scalar.as_py()
+    if field.written is None or value is None:
+        return value
+    return value.decode() if isinstance(value, bytes) else field.written(value)
 
 
 # ---- ArrayRecord ----

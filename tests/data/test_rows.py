@@ -142,7 +142,31 @@ def test_a_template_joins_columns_and_other_columns_are_not_read(made, tmp_path)
     assert_same_samples(nested, plain, plain.size)
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "stream.arrow"])
+def test_a_template_writes_numbers_and_bytes_as_prepare_does(name, made, tmp_path):
+    numbers = [n / 10 for n in range(1, 61)]
+    singles = pyarrow.array(numbers, pyarrow.float32())
+    table = pyarrow.table(
+        {
+            "f": singles,
+            "d": singles.dictionary_encode(),
+            "s": pyarrow.StructArray.from_arrays([singles], ["f"]),
+            "h": pyarrow.array([np.float16(n) for n in numbers], pyarrow.float16()),
+            "m": pyarrow.array([f"{n:.2f}" for n in numbers]).cast(pyarrow.decimal128(10, 2)),
+            "b": pyarrow.array([f"é{n}".encode() for n in numbers], pyarrow.binary()),
+        }
+    )
+    path = row_files.write(tmp_path, name, table)
+    template = "{f} {d} {s.f} {h} {m} {b}"
+    expected = prepare(path, made, tmp_path / "out", template=template)
+    assert_same_samples(build(path, made, template=template), expected, expected.size)
+    written = [f"{n} {n} {n} {n} {n:.2f} é{n}" for n in numbers]
+    plain = build(row_files.write(tmp_path, "plain.parquet", {"text": written}), made)
+    assert_same_samples(plain, expected, expected.size)
+
+
 ODD_TEXTS = {
+    "binary": lambda texts: pyarrow.array([text.encode() for text in texts], pyarrow.binary()),
     "dictionary": lambda texts: pyarrow.array(texts).dictionary_encode(),
     "large": lambda texts: pyarrow.array(texts, pyarrow.large_string()),
     "view": lambda texts: pyarrow.array(texts, pyarrow.string_view()),
@@ -405,6 +429,11 @@ FAULTS = {
     "empty text": (["a", ""], {}, r"rows.parquet:2: text is empty"),
     "numbers": ([1, 2], {}, r"column 'text' holds int64, not strings; set data.field"),
     "lists": ([["a"], ["b"]], {}, r"column 'text' holds list<.*>, not strings"),
+    "bad UTF-8 in bytes": (
+        pyarrow.array([b"fine", b"\xff"], pyarrow.binary()),
+        {},
+        r"rows.parquet:2: invalid UTF-8 at byte 0",
+    ),
     "nothing": ([None, None], {}, r"column 'text' holds null, not strings"),
     "no rows": (pyarrow.array([], pyarrow.string()), {}, r"holds no rows"),
     "bad UTF-8": (
