@@ -12,7 +12,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,10 @@ from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 
 EXTENSIONS = (".jsonl", ".ndjson", ".json")  # of JSON lines, perhaps with .gz
 # Of a table. It has `messages`, or `prompt` and `completion`; other columns are not read.
-COLUMNS = row_files.AnyOf(("messages", "prompt", "completion", "tools"))
+COLUMNS = row_files.AnyOf(
+    ("messages", "prompt", "completion", "tools"),
+    needed=(("messages",), ("prompt", "completion")),
+)
 ROWS_AT_ONCE = 64  # rows read together
 GROUP = 1000  # conversations, and
 GROUP_BYTES = 1 << 20  # bytes of lines, that are tokenized together
@@ -171,7 +174,7 @@ class Learned(NamedTuple):
 def load(
     path: str, tokenizer_path: str, *, vocab_size: int, num_workers: int = 0, index_path: str = ""
 ) -> Learned:
-    """Returns the conversations in a file or a folder; a ConfigError names every faulty line."""
+    """Returns the conversations in a file or a folder; a ConfigError names faulty lines."""
     with files.report_errors(f"data.path={path}"):
         paths = _find(path)
         root = Path(os.path.commonpath([file.absolute().parent for file in paths]))
@@ -255,11 +258,11 @@ def _with_conversations(
     return found
 
 
-def _report_faults(faults: list[str], num_faults: int = 0) -> None:
-    """Raises ConfigError with the first faults, if there are any; `num_faults` counts all."""
+def _report_faults(faults: list[str]) -> None:
+    """Raises ConfigError with the first faults, if there are any."""
     if not faults:
         return
-    num_more = max(num_faults, len(faults)) - MAX_FAULTS_SHOWN
+    num_more = len(faults) - MAX_FAULTS_SHOWN
     more = [f"and {num_more} more"] if num_more > 0 else []
     raise ConfigError(*faults[:MAX_FAULTS_SHOWN], *more)
 
@@ -304,12 +307,15 @@ def _load(
 
 
 def _tokenize(path: str, paths: tuple[Path, ...], workers: Workers, parts: Path) -> None:
-    """Writes PARTS, resuming after the last commit; a ConfigError names every faulty line."""
+    """Writes PARTS, resuming after the last commit.
+
+    A ConfigError names faulty lines; after MAX_FAULTS_SHOWN of them no more are read.
+    """
+    _check_columns(paths)
     num_bytes = sum(file.stat().st_size for file in paths)
     places: deque[list[str]] = deque()  # FILE:LINE of the lines that are being tokenized
     positions: deque[inputs.Position] = deque()  # after these
     faults: list[str] = []
-    num_faults = 0
     num_conversations = 0
 
     def requests(start: inputs.Position) -> Iterator[Message]:
@@ -323,16 +329,19 @@ def _tokenize(path: str, paths: tuple[Path, ...], workers: Workers, parts: Path)
 
     with (
         closing(index_cache.Growing(parts, PARTS)) as growing,
+        ExitStack() as stack,
         console.progress("tokenizing conversations", num_bytes, stream="stdout") as advance,
     ):
         start = inputs.Position(*growing.state) if growing.state else inputs.START
         num_conversations = growing.size(PARTS[2])
-        for result in workers.map(requests(start)):
+        results = stack.enter_context(closing(workers.map(requests(start))))
+        for result in results:
             where = places.popleft()
             position = positions.popleft()
-            num_faults += len(result.value)
-            for number, fault in result.value[:MAX_FAULTS_SHOWN]:
-                faults.append(f"{where[number]}: {fault}")
+            faults += [f"{where[number]}: {fault}" for number, fault in result.value]
+            if len(faults) >= MAX_FAULTS_SHOWN:
+                more = f"perhaps more: after {MAX_FAULTS_SHOWN} faulty lines no others are read"
+                raise ConfigError(*faults[:MAX_FAULTS_SHOWN], more)
             if faults:
                 continue  # only to name the others
             for name, array in zip(PARTS, result.arrays, strict=True):
@@ -340,11 +349,23 @@ def _tokenize(path: str, paths: tuple[Path, ...], workers: Workers, parts: Path)
             num_conversations += len(where)
             if growing.is_due():
                 growing.commit(position)
-    _report_faults(faults, num_faults)
+    _report_faults(faults)
     if not num_conversations:
         raise ConfigError(
             f"data.path={path}: holds no conversation; give JSON lines with `messages`"
         )
+
+
+def _check_columns(paths: tuple[Path, ...]) -> None:
+    """Raises ConfigError that names the tables without conversations, before any is read."""
+    faults: list[str] = []
+    for path in paths:
+        if row_files.kind_of(path):
+            try:
+                row_files.open_file(path, COLUMNS)
+            except ConfigError as error:
+                faults += error.faults
+    _report_faults(faults)
 
 
 def _groups(paths: Sequence[Path], start: inputs.Position) -> Iterator[list[inputs.Record]]:

@@ -168,6 +168,7 @@ class AnyOf(NamedTuple):
     """Columns of any type, of which a file may lack some."""
 
     fields: tuple[str, ...]
+    needed: tuple[tuple[str, ...], ...]  # a file has all columns of one of these
 
 
 class Fault(NamedTuple):
@@ -387,6 +388,13 @@ class _Field(NamedTuple):
 def _fields(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> list[_Field]:
     """Returns where the wanted fields are; raises ConfigError for one that holds no text."""
     if isinstance(wanted, AnyOf):
+        if not any({*names} <= {*schema.names} for names in wanted.needed):
+            expected = ", nor ".join(" and ".join(names) for names in wanted.needed)
+            known = ", ".join(schema.names[:SHOWN_NAMES])
+            raise ConfigError(
+                f"{path}: has no column {expected}; rename its columns, or leave it out: "
+                f"{known or 'it has none'}"
+            )
         return [_Field(name, name, (), None) for name in wanted.fields if name in schema.names]
     fields = []
     repeated = {name for name in schema.names if schema.names.count(name) > 1}
