@@ -12,7 +12,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from meshtrain.data import (
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.chat_tokenizer import ConversationTokenizer
 from meshtrain.data.corpus import Corpus, concatenate_ranges
-from meshtrain.data.prepare import inputs
+from meshtrain.data.prepare import inputs, saved_datasets
 from meshtrain.data.source import Batch, Source, check_sizes
 from meshtrain.data.workers import Message, Workers
 from meshtrain.errors import ConfigError, choice_faults, minimum_faults
@@ -41,7 +41,10 @@ from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 
 EXTENSIONS = (".jsonl", ".ndjson", ".json")  # of JSON lines, perhaps with .gz
 # Of a table. It has `messages`, or `prompt` and `completion`; other columns are not read.
-COLUMNS = row_files.AnyOf(("messages", "prompt", "completion", "tools"))
+COLUMNS = row_files.AnyOf(
+    ("messages", "prompt", "completion", "tools"),
+    needed=(("messages",), ("prompt", "completion")),
+)
 ROWS_AT_ONCE = 64  # rows read together
 GROUP = 1000  # conversations, and
 GROUP_BYTES = 1 << 20  # bytes of lines, that are tokenized together
@@ -171,7 +174,7 @@ class Learned(NamedTuple):
 def load(
     path: str, tokenizer_path: str, *, vocab_size: int, num_workers: int = 0, index_path: str = ""
 ) -> Learned:
-    """Returns the conversations in a file or a folder; a ConfigError names every faulty line."""
+    """Returns the conversations in a file or a folder; a ConfigError names faulty lines."""
     with files.report_errors(f"data.path={path}"):
         paths = _find(path)
         root = Path(os.path.commonpath([file.absolute().parent for file in paths]))
@@ -210,19 +213,38 @@ def load(
 
 
 def _find(path: str) -> list[Path]:
-    """Returns the files with conversations, sorted; raises ConfigError if there are none."""
-    fault = files.path_fault(path)
-    if fault:
-        raise ConfigError(f"data.path={path}: {fault}; give a .jsonl file or a folder of them")
-    paths = [Path(path)]
-    is_folder = paths[0].is_dir()
-    if is_folder and any((paths[0] / name).is_file() for name in row_files.SAVED):
-        return [file for together in row_files.find_in_folder(path, paths[0]) for file in together]
-    if is_folder:
-        paths, _ = files.find(paths[0], "*", key="data.path")
-    faults = []
+    """Returns the files with conversations, sorted, and then those of saved datasets.
+
+    Raises ConfigError if there are none.
+    """
+    faults: list[str] = []
+    found: list[Path] = []
+    splits: list[saved_datasets.Split] = []
+    for one in row_files.named(path, "give a .jsonl file or a folder of them"):
+        paths = [one]
+        if one.is_dir():
+            paths, _ = files.find(one, "*", key="data.path")
+            of_folder, paths = saved_datasets.find(paths)
+            splits += of_folder
+        found += _with_conversations(path, sorted(paths), faults, is_folder=one.is_dir())
+    _report_faults(faults)
+    found += [file for together in row_files.files_of_splits(path, splits) for file in together]
+    if not found:
+        raise ConfigError(
+            f"data.path={path}: no file ends in {', '.join(EXTENSIONS)}, .arrow or .parquet; give "
+            f"conversations as JSON lines"
+        )
+    return found
+
+
+def _with_conversations(
+    path: str, paths: list[Path], faults: list[str], *, is_folder: bool
+) -> list[Path]:
+    """Returns the files that are read, and appends a line about each that cannot be."""
     found = []
     for file in paths:
+        if is_folder and not file.stat().st_size:
+            continue
         if row_files.kind_of(file):
             found.append(file)
             continue
@@ -233,20 +255,14 @@ def _find(path: str) -> list[Path]:
         fault = inputs.format_fault(file, is_named=not is_folder)
         if fault:
             faults.append(f"data.path={path}: {file} {fault}, or leave it out")
-    _report_faults(faults)
-    if not found:
-        raise ConfigError(
-            f"data.path={path}: no file ends in {', '.join(EXTENSIONS)}, .arrow or .parquet; give "
-            f"conversations as JSON lines"
-        )
     return found
 
 
-def _report_faults(faults: list[str], num_faults: int = 0) -> None:
-    """Raises ConfigError with the first faults, if there are any; `num_faults` counts all."""
+def _report_faults(faults: list[str]) -> None:
+    """Raises ConfigError with the first faults, if there are any."""
     if not faults:
         return
-    num_more = max(num_faults, len(faults)) - MAX_FAULTS_SHOWN
+    num_more = len(faults) - MAX_FAULTS_SHOWN
     more = [f"and {num_more} more"] if num_more > 0 else []
     raise ConfigError(*faults[:MAX_FAULTS_SHOWN], *more)
 
@@ -291,12 +307,15 @@ def _load(
 
 
 def _tokenize(path: str, paths: tuple[Path, ...], workers: Workers, parts: Path) -> None:
-    """Writes PARTS, resuming after the last commit; a ConfigError names every faulty line."""
+    """Writes PARTS, resuming after the last commit.
+
+    A ConfigError names faulty lines; after MAX_FAULTS_SHOWN of them no more are read.
+    """
+    _check_columns(paths)
     num_bytes = sum(file.stat().st_size for file in paths)
     places: deque[list[str]] = deque()  # FILE:LINE of the lines that are being tokenized
     positions: deque[inputs.Position] = deque()  # after these
     faults: list[str] = []
-    num_faults = 0
     num_conversations = 0
 
     def requests(start: inputs.Position) -> Iterator[Message]:
@@ -310,16 +329,19 @@ def _tokenize(path: str, paths: tuple[Path, ...], workers: Workers, parts: Path)
 
     with (
         closing(index_cache.Growing(parts, PARTS)) as growing,
+        ExitStack() as stack,
         console.progress("tokenizing conversations", num_bytes, stream="stdout") as advance,
     ):
         start = inputs.Position(*growing.state) if growing.state else inputs.START
         num_conversations = growing.size(PARTS[2])
-        for result in workers.map(requests(start)):
+        results = stack.enter_context(closing(workers.map(requests(start))))
+        for result in results:
             where = places.popleft()
             position = positions.popleft()
-            num_faults += len(result.value)
-            for number, fault in result.value[:MAX_FAULTS_SHOWN]:
-                faults.append(f"{where[number]}: {fault}")
+            faults += [f"{where[number]}: {fault}" for number, fault in result.value]
+            if len(faults) >= MAX_FAULTS_SHOWN:
+                more = f"perhaps more: after {MAX_FAULTS_SHOWN} faulty lines no others are read"
+                raise ConfigError(*faults[:MAX_FAULTS_SHOWN], more)
             if faults:
                 continue  # only to name the others
             for name, array in zip(PARTS, result.arrays, strict=True):
@@ -327,11 +349,23 @@ def _tokenize(path: str, paths: tuple[Path, ...], workers: Workers, parts: Path)
             num_conversations += len(where)
             if growing.is_due():
                 growing.commit(position)
-    _report_faults(faults, num_faults)
+    _report_faults(faults)
     if not num_conversations:
         raise ConfigError(
             f"data.path={path}: holds no conversation; give JSON lines with `messages`"
         )
+
+
+def _check_columns(paths: tuple[Path, ...]) -> None:
+    """Raises ConfigError that names the tables without conversations, before any is read."""
+    faults: list[str] = []
+    for path in paths:
+        if row_files.kind_of(path):
+            try:
+                row_files.open_file(path, COLUMNS)
+            except ConfigError as error:
+                faults += error.faults
+    _report_faults(faults)
 
 
 def _groups(paths: Sequence[Path], start: inputs.Position) -> Iterator[list[inputs.Record]]:

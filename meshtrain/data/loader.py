@@ -294,7 +294,7 @@ def rows_of_epoch(data: Any, first: Any) -> int | None:
 def peek(data: Source | Iterable[Any] | None) -> tuple[Any, Source | Iterable[Any] | None]:
     """Returns a batch of the data, of any number of rows, and data that still has this batch.
 
-    None has no batch. Raises ConfigError if the data is empty.
+    None has no batch. Raises ConfigError if the data is empty, or has rows in place of batches.
     """
     if data is None:
         return None, None
@@ -307,7 +307,13 @@ def peek(data: Source | Iterable[Any] | None) -> tuple[Any, Source | Iterable[An
         raise ConfigError("data: has no batch") from None
     # What can be iterated only once continues with the batch that was taken.
     rest = itertools.chain([batch], batches) if batches is data else data
-    return as_arrays(batch), rest
+    batch = as_arrays(batch)
+    if isinstance(batch, Batch) and batch.tokens.ndim != 2:
+        raise ConfigError(
+            f"data: 'tokens' of a batch has the shape {batch.tokens.shape}, not (rows, sequence); "
+            f"yield batches of train.global_batch rows, with .batch(n) of a pipeline of grain"
+        )
+    return batch, rest
 
 
 def from_iterable(

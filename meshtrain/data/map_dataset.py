@@ -14,7 +14,7 @@ from meshtrain.errors import ConfigError
 NUM_THREADS = 16  # elements read at the same time, as in grain's own ReadOptions
 NO_ROW = (
     "a filter of a MapDataset leaves such holes; filter what it is made from, or pass "
-    "dataset.to_iter_dataset(), which skips them"
+    "dataset.to_iter_dataset().batch(n) with n=train.global_batch, which skips them"
 )
 
 

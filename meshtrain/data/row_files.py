@@ -17,10 +17,11 @@ import numpy as np
 from meshtrain import foreign
 from meshtrain.data import files, formats
 from meshtrain.data import template as templates
+from meshtrain.data.prepare import saved_datasets, tables
 from meshtrain.errors import ConfigError, import_optional
 
 EXTRA = "rows"  # of pyproject.toml, with the packages that read the formats
-ARROW = (".arrow", ".feather")
+ARROW = (".arrow", ".feather", ".ipc")
 PARQUET = (".parquet",)
 ARRAY_RECORD = (".array_record", ".arrayrecord")
 MAGICS = {b"ARROW1": "arrow", b"PAR1": "parquet", b"\x83\xafp\xd1\r\x88J?": "array_record"}
@@ -28,9 +29,6 @@ NAMES = "Arrow (.arrow), Parquet (.parquet) or ArrayRecord (.array_record)"
 UNIT_ROWS = 1024  # rows of a unit of work, of files without groups of rows
 GROUP_BYTES = 256 << 20  # decoded groups of rows of Parquet that a process keeps
 OPEN_FILES = 64  # files that a process keeps open
-STATE = "state.json"  # of a folder that `datasets` saved: lists its files, in order
-SPLITS = "dataset_dict.json"  # of a folder of several of these
-SAVED = (STATE, SPLITS)
 SHOWN_NAMES = 8  # columns listed in a message
 
 
@@ -40,80 +38,72 @@ SHOWN_NAMES = 8  # columns listed in a message
 def find(path: str) -> list[Path]:
     """Returns the files with rows that `path` names: a file, a folder, or a pattern with * or ?.
 
-    They are in the order in which `meshtrain prepare` reads them: shuffled with a fixed seed, since
+    They are those that `meshtrain prepare` reads, in its order: shuffled with a fixed seed, since
     training may hold out the end; the files of a saved dataset follow each other. Raises
-    ConfigError if there are none, or for another format.
+    ConfigError if there are none, for several splits, or for another format.
     """
-    paths = [Path(path)]
-    if files.path_fault(path) and any(letter in path for letter in "*?["):
-        paths = [Path(one) for one in sorted(glob.glob(path, recursive=True))]
-        if not paths:
-            raise ConfigError(f"data.path={path}: no files match this pattern")
-    found: list[list[Path]] = []
-    for one in paths:
-        fault = files.path_fault(one)
-        if fault:
-            raise ConfigError(f"data.path={path}: {fault}; give files of {NAMES}")
-        found += find_in_folder(path, one) if one.is_dir() else [[one]]
-    for file in (file for together in found for file in together):
+    found: list[Path] = []
+    splits: list[saved_datasets.Split] = []
+    is_skipped: set[Path] = set()
+    for one in named(path, f"give files of {NAMES}"):
+        if not one.is_dir():
+            found.append(one)
+            continue
+        inside, _ = files.find(one, "*", key="data.path")
+        of_folder, others = saved_datasets.find(inside)
+        splits += of_folder
+        others = [file for file in others if _kind_by_name(file)]
+        if not others and not of_folder:
+            raise ConfigError(f"data.path={path}: no file in it is {NAMES}")
+        found += others
+        is_skipped.update(file for file in others if not file.stat().st_size)
+    units = [[file] for file in found]
+    units += [together for together in files_of_splits(path, splits) if together]
+    for file in (file for together in units for file in together):
         if not kind_of(file):
             raise ConfigError(
                 f"data.path={path}: {file} is no file of {NAMES}; tokenize other formats with "
                 f"`meshtrain prepare`, and train on its --output with "
                 f"data.build=meshtrain.data.tokens:build"
             )
-    order = np.random.default_rng(0).permutation(len(found))
-    return [file for number in order for file in found[number]]
+    order = np.random.default_rng(0).permutation(len(units))
+    # Empty files of a folder have a place in the order, as in `meshtrain prepare`, and no rows.
+    chosen = [file for number in order for file in units[number] if file not in is_skipped]
+    if not chosen:
+        raise ConfigError(f"data.path={path}: holds no rows")
+    return chosen
 
 
-def find_in_folder(path: str, folder: Path) -> list[list[Path]]:
-    """Returns the files with rows in a folder, sorted; those of a saved dataset are together.
+def named(path: str, way_out: str) -> list[Path]:
+    """Returns the files and folders that `path` names, itself or as a pattern with * or ?.
 
-    Raises ConfigError if there are none, or several splits.
+    Raises ConfigError with the way out for what cannot be read.
     """
-    saved = [one.parent for one in sorted(folder.rglob(SPLITS))]
-    if saved:
-        names = _splits(saved[0])
-        listed = ", ".join(str(saved[0] / name) for name in names)
-        raise ConfigError(
-            f"data.path={path}: {saved[0]} has the splits {', '.join(names)}; give the folder of "
-            f"one: {listed}"
-        )
-    paths, _ = files.find(folder, "*", key="data.path")
-    found: list[list[Path]] = []
-    done: set[Path] = set()
-    for file in paths:
-        if (file.parent / STATE).is_file():
-            if file.parent not in done:
-                done.add(file.parent)
-                found.append(_listed_files(file.parent))
-        # `datasets` keeps what it has computed next to the data.
-        elif _kind_by_name(file) and not file.name.startswith("cache-"):
-            found.append([file])
-    if not any(found):
-        raise ConfigError(f"data.path={path}: no file in it is {NAMES}")
-    return [together for together in found if together]
+    paths = [Path(path)]
+    if files.path_fault(path) and any(letter in path for letter in "*?["):
+        paths = [Path(one) for one in sorted(glob.glob(path, recursive=True))]
+        if not paths:
+            raise ConfigError(f"data.path={path}: no files match this pattern")
+    for one in paths:
+        fault = files.path_fault(one)
+        if fault:
+            raise ConfigError(f"data.path={path}: {fault}; {way_out}")
+    return paths
 
 
-def _splits(folder: Path) -> list[str]:
-    try:
-        splits = foreign.read_json(folder / SPLITS)["splits"]
-        return [name for name in splits if isinstance(name, str)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / SPLITS}: cannot be read: {error!r}; save it again") from None
+def files_of_splits(path: str, splits: list[saved_datasets.Split]) -> list[list[Path]]:
+    """Returns the files of each saved dataset, in the order of its rows.
 
-
-def _listed_files(folder: Path) -> list[Path]:
-    """Returns the files of a folder that `datasets` saved, in order."""
-    try:
-        entries = foreign.read_json(folder / STATE).get("_data_files") or []
-        names = [entry["filename"] for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder / STATE}: cannot be read: {error!r}; save it again") from None
-    for name in names:
-        if not foreign.is_file_name(name) or not (folder / name).is_file():
-            raise ConfigError(f"{folder / STATE}: lists {name!r}, which is missing; copy it again")
-    return [folder / name for name in names]
+    Raises ConfigError if one has several splits, or lacks a file.
+    """
+    found = [split.files for split in saved_datasets.chosen(splits, "", key="data.path")]
+    for file in (file for together in found for file in together):
+        if not file.is_file():
+            raise ConfigError(
+                f"data.path={path}: {file.parent / saved_datasets.STATE} lists {file.name!r}, "
+                f"which is missing; copy it again"
+            )
+    return found
 
 
 def kind_of(path: Path) -> str:
@@ -178,6 +168,7 @@ class AnyOf(NamedTuple):
     """Columns of any type, of which a file may lack some."""
 
     fields: tuple[str, ...]
+    needed: tuple[tuple[str, ...], ...]  # a file has all columns of one of these
 
 
 class Fault(NamedTuple):
@@ -282,7 +273,7 @@ class _ArrowFile:
             raise ConfigError(
                 f"{path}: not a complete Arrow file: {str(error).splitlines()[0]}; copy it again"
             ) from None
-        self._columns = _columns(path, schema, wanted, self._pyarrow)
+        self._fields = _fields(path, schema, wanted, self._pyarrow)
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
         self.num_rows = int(self._starts[-1])
         self.units = _units(self.num_rows)
@@ -294,8 +285,8 @@ class _ArrowFile:
         for number in np.unique(batch_of):
             within = np.asarray(numbers)[batch_of == number] - self._starts[number]
             batch = self._batch(int(number))
-            columns = {name: batch.column(name) for name in self._columns}
-            rows += _take(columns, within)
+            columns = {one.column: batch.column(one.column) for one in self._fields}
+            rows += _take(columns, self._fields, within)
         return rows
 
 
@@ -321,7 +312,8 @@ class _ParquetFile:
             raise ConfigError(
                 f"{path}: not a complete Parquet file: {str(error).splitlines()[0]}; copy it again"
             ) from None
-        self._columns = _columns(path, self._file.schema_arrow, wanted, self._pyarrow)
+        self._fields = _fields(path, self._file.schema_arrow, wanted, self._pyarrow)
+        self._columns = tuple(dict.fromkeys(one.column for one in self._fields))
         self._path = path
         self._groups = groups
         metadata = self._file.metadata
@@ -346,7 +338,7 @@ class _ParquetFile:
         for group in np.unique(group_of):
             within = np.asarray(numbers)[group_of == group] - self.units[group]
             columns = self._groups.get((self._path, int(group)), self._read_group)
-            rows += _take(columns, within)
+            rows += _take(columns, self._fields, within)
         return rows
 
     def _read_group(self, key: tuple[Path, int]) -> dict[str, Any]:
@@ -388,11 +380,27 @@ def _num_bytes(columns: Mapping[str, Any]) -> int:
 # ---- columns of both ----
 
 
-def _columns(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> tuple[str, ...]:
-    """Returns the columns that hold the wanted fields; raises ConfigError for one without text."""
+class _Field(NamedTuple):
+    """Where a field is, and what makes the value that is written of pyarrow's; None: as it is."""
+
+    name: str
+    column: str
+    parts: tuple[str, ...]  # of the structs in the column
+    written: Callable[[Any], Any] | None
+
+
+def _fields(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> list[_Field]:
+    """Returns where the wanted fields are; raises ConfigError for one that holds no text."""
     if isinstance(wanted, AnyOf):
-        return tuple(name for name in wanted.fields if name in schema.names)
-    names = []
+        if not any({*names} <= {*schema.names} for names in wanted.needed):
+            expected = ", nor ".join(" and ".join(names) for names in wanted.needed)
+            known = ", ".join(schema.names[:SHOWN_NAMES])
+            raise ConfigError(
+                f"{path}: has no column {expected}; rename its columns, or leave it out: "
+                f"{known or 'it has none'}"
+            )
+        return [_Field(name, name, (), None) for name in wanted.fields if name in schema.names]
+    fields = []
     repeated = {name for name in schema.names if schema.names.count(name) > 1}
     for field in wanted.fields:
         name = field if field in schema.names else field.partition(".")[0]
@@ -405,7 +413,8 @@ def _columns(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> t
         if name in repeated:
             raise ConfigError(f"{path}: has several columns {name!r}; write it with one of them")
         kind = schema.field(name).type
-        for part in [] if name == field else field.split(".")[1:]:
+        parts = () if name == field else tuple(field.split(".")[1:])
+        for part in parts:
             if not pyarrow.types.is_struct(kind) or kind.get_field_index(part) < 0:
                 raise ConfigError(f"{path}: column {name!r} holds {kind}, which has no {part!r}")
             kind = kind.field(part).type
@@ -415,33 +424,44 @@ def _columns(path: Path, schema: Any, wanted: TextOf | AnyOf, pyarrow: Any) -> t
                 f"{path}: column {field!r} holds {kind}, not {expected}; set data.field or "
                 f"data.template to other columns: {', '.join(schema.names[:SHOWN_NAMES])}"
             )
-        names.append(name)
-    return tuple(dict.fromkeys(names))
+        fields.append(_Field(field, name, parts, tables.as_written(tables.value_type(kind))))
+    return fields
 
 
 def _is_fitting(kind: Any, pyarrow: Any, *, with_numbers: bool) -> bool:
-    types = pyarrow.types
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-    return is_text or (with_numbers and is_number)
+    kind = tables.value_type(kind)
+    # Nulls without a type are no text in any row.
+    is_text = tables.is_text(kind) and not pyarrow.types.is_null(kind)
+    return is_text or (with_numbers and tables.is_number(kind))
 
 
 def _units(num_rows: int) -> np.ndarray:
     return np.append(np.arange(0, num_rows, UNIT_ROWS, dtype=np.int64), num_rows)
 
 
-def _take(columns: Mapping[str, Any], rows: np.ndarray) -> list[Mapping[str, Any] | Fault]:
+def _take(
+    columns: Mapping[str, Any], fields: Sequence[_Field], rows: np.ndarray
+) -> list[Mapping[str, Any] | Fault]:
     """Returns the fields of rows; a Fault for a row with a text that is not UTF-8."""
     found: list[Mapping[str, Any] | Fault] = []
     for number in rows.tolist():
         try:
             # One value at a time: pyarrow's `take` has not all types.
-            found.append({name: column[number].as_py() for name, column in columns.items()})
+            found.append({one.name: _value(columns[one.column][number], one) for one in fields})
         except UnicodeDecodeError as error:
             found.append(Fault(f"invalid UTF-8 at byte {error.start}"))
     return found
+
+
+def _value(scalar: Any, field: _Field) -> Any:
+    for part in field.parts:
+        if not scalar.is_valid:
+            return None
+        scalar = scalar[part]
+    value = scalar.as_py()
+    if field.written is None or value is None:
+        return value
+    return value.decode() if isinstance(value, bytes) else field.written(value)
 
 
 # ---- ArrayRecord ----

@@ -26,7 +26,7 @@ from meshtrain.data.source import Source, check_sizes
 from meshtrain.data.workers import Workers
 from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 
-FORMAT = 1  # of the index
+FORMAT = 2  # of the index, and of the texts of rows
 MAX_EXTRA = 4.0  # tokens that are tokenized for each token of a sample, without a warning
 MAX_GROUP_BYTES = 8 << 20  # of a group of rows, without a warning
 

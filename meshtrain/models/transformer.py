@@ -188,8 +188,16 @@ def positions_of(batch: Batch) -> jax.Array:
 def check_batch(c: TransformerConfig, batch: Batch) -> None:
     """Raises ConfigError for tokens, targets or positions outside the model's tables.
 
-    jax would clamp them to the last row. A target of weight 0 may be any number.
+    jax would clamp them to the last row. A target of weight 0 may be any number. Raises ConfigError
+    for a batch of another type too.
     """
+    if not isinstance(batch, Batch):
+        names = f" of {', '.join(map(repr, batch))}" if isinstance(batch, dict) else ""
+        raise ConfigError(
+            f"data: a batch is a {type(batch).__name__}{names}, and the transformer reads a "
+            f"meshtrain.Batch (tokens, targets, weights); make one of each row or batch: "
+            f".map(lambda row: meshtrain.Batch(**row))"
+        )
     vocab_size = f"model.vocab_size={c.vocab_size}; set it above the largest token"
     _check_range("token", batch.tokens, c.vocab_size, vocab_size)
     targets = np.where(np.asarray(batch.weights) != 0, batch.targets, 0)

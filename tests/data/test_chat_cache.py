@@ -131,7 +131,9 @@ def test_a_killed_process_resumes_after_its_last_commit(small_groups, tmp_path, 
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_faulty_line_is_named_or_counted(small_groups, num_workers, tmp_path):
+def test_faulty_lines_are_named_and_after_some_no_more_are_read(
+    small_groups, num_workers, tmp_path
+):
     data, folder = write(tmp_path / "in"), put_template(tmp_path / "t")
     lines = (data / "a.jsonl").read_text().split("\n")
     for number in (3, 30, 31, 60, 90, 100, 110):
@@ -141,7 +143,8 @@ def test_every_faulty_line_is_named_or_counted(small_groups, num_workers, tmp_pa
         build(data, folder, num_workers=num_workers)
     fault = "prompt is int, not a list of messages"
     expected = [f"{data / 'a.jsonl'}:{number}: {fault}" for number in (3, 30, 31, 60, 90)]
-    assert list(error.value.faults) == [*expected, "and 2 more"]
+    more = "perhaps more: after 5 faulty lines no others are read"
+    assert list(error.value.faults) == [*expected, more]
     # After the repair nothing is left of it.
     lines = [line.replace("1,", '"1",') if '"prompt": 1' in line else line for line in lines]
     (data / "a.jsonl").write_text("\n".join(lines))
@@ -200,7 +203,7 @@ def test_prompts_and_completions_may_be_columns(tmp_path):
     with pytest.raises(ConfigError, match="bad.parquet:49: has neither `messages` nor `prompt`"):
         build(bad, folder)
     other = row_files.write(tmp_path, "other.parquet", {"text": ["a"]})
-    with pytest.raises(ConfigError, match="other.parquet:1: has neither `messages` nor"):
+    with pytest.raises(ConfigError, match="other.parquet: has no column messages, nor prompt and"):
         build(other, folder)
 
 
@@ -209,3 +212,44 @@ def test_a_vocabulary_that_is_too_small_is_reported_before_anything_is_tokenized
     with pytest.raises(ConfigError, match="set model.vocab_size=300"):
         build(data, folder, vocab_size=200)
     assert not [*data.glob(".meshtrain/*/*.part")] and not [*data.glob(".meshtrain/*/tokens")]
+
+
+def test_the_splits_of_a_cache_are_not_mixed(small_groups, tmp_path):
+    folder = put_template(tmp_path / "t")
+    for name in ("train", "test"):
+        table = {"prompt": [f"count in {name}"] * 40, "completion": ["1 2 3"] * 40}
+        row_files.write(tmp_path / "in", f"json-{name}-00000-of-00001.arrow", table)
+    (tmp_path / "in" / "dataset_info.json").write_text('{"splits": {"train": {}, "test": {}}}')
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path / "in", folder)
+    (line,) = error.value.faults
+    assert "has the splits test, train; set data.path to one: " in line
+    assert ": 36 conversations, " in build(line.split(", ")[-1], folder).description
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow"])
+def test_a_table_without_conversations_is_named_before_any_is_read(
+    name, small_groups, tmp_path, monkeypatch
+):
+    folder = put_template(tmp_path / "t")
+    write(tmp_path / "in")
+    path = row_files.write(tmp_path / "in", f"z-{name}", {"chat": ["a"] * 60, "prompt": ["b"] * 60})
+    monkeypatch.setattr(chat, "_groups", lambda *arguments: pytest.fail("a line is read"))
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path / "in", folder)
+    fault = "has no column messages, nor prompt and completion; rename its columns, or leave it out"
+    assert list(error.value.faults) == [f"{path}: {fault}: chat, prompt"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_after_some_faulty_lines_the_rest_is_not_read(
+    num_workers, small_groups, tmp_path, monkeypatch
+):
+    folder = put_template(tmp_path / "t")
+    (tmp_path / "a.jsonl").write_text('{"prompt": 1, "completion": ""}\n' * 1000)
+    read = []
+    original = chat._position
+    monkeypatch.setattr(chat, "_position", lambda record: read.append(1) or original(record))
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path / "a.jsonl", folder, num_workers=num_workers)
+    assert len(error.value.faults) == 6 and len(read) <= 4 * chat.GROUP

@@ -175,3 +175,36 @@ def test_an_iter_dataset_trains_as_an_iterable():
     by_index, _ = logged(settings(steps=3), shuffled().batch(8, drop_remainder=True).repeat())
     as_iterable, _ = logged(settings(steps=3), dataset)
     np.testing.assert_array_equal(by_index.state.params["w"], as_iterable.state.params["w"])
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (
+            lambda data: data.map(lambda row: {"tokens": row.tokens, "weights": row.weights}),
+            r"a batch is a dict of 'tokens', 'weights', .*map\(lambda row: meshtrain.Batch\(",
+        ),
+        (lambda data: data.map(lambda row: row.tokens), r"a batch is a ndarray, and the"),
+        (lambda data: data.to_iter_dataset(), r"has the shape \(16,\), not .*with .batch\(n\)"),
+    ],
+    ids=["dicts", "arrays", "an iterable of rows"],
+)
+def test_rows_of_another_type_are_named_to_who_trains_the_transformer(make, fault):
+    c = tiny_config()
+    c.train.steps = 2
+    dataset = grain.MapDataset.source(range(64)).map(token_row)
+    with pytest.raises(ConfigError, match=fault) as error:
+        train(c, data=make(dataset))
+    assert "\n" not in str(error.value)
+
+
+def test_the_way_out_for_a_filter_works():
+    c = tiny_config()
+    c.train.steps = 2
+    dataset = grain.MapDataset.source(range(64)).map(token_row)
+    dataset = dataset.filter(lambda row: row.tokens[0] % 2 == 0)
+    with pytest.raises(
+        ConfigError, match=r"to_iter_dataset\(\).batch\(n\) with n=train.global_batch"
+    ):
+        train(c, data=dataset)
+    assert train(c, data=dataset.to_iter_dataset().batch(c.train.global_batch)).step == 2

@@ -142,7 +142,31 @@ def test_a_template_joins_columns_and_other_columns_are_not_read(made, tmp_path)
     assert_same_samples(nested, plain, plain.size)
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "stream.arrow"])
+def test_a_template_writes_numbers_and_bytes_as_prepare_does(name, made, tmp_path):
+    numbers = [n / 10 for n in range(1, 61)]
+    singles = pyarrow.array(numbers, pyarrow.float32())
+    table = pyarrow.table(
+        {
+            "f": singles,
+            "d": singles.dictionary_encode(),
+            "s": pyarrow.StructArray.from_arrays([singles], ["f"]),
+            "h": pyarrow.array([np.float16(n) for n in numbers], pyarrow.float16()),
+            "m": pyarrow.array([f"{n:.2f}" for n in numbers]).cast(pyarrow.decimal128(10, 2)),
+            "b": pyarrow.array([f"é{n}".encode() for n in numbers], pyarrow.binary()),
+        }
+    )
+    path = row_files.write(tmp_path, name, table)
+    template = "{f} {d} {s.f} {h} {m} {b}"
+    expected = prepare(path, made, tmp_path / "out", template=template)
+    assert_same_samples(build(path, made, template=template), expected, expected.size)
+    written = [f"{n} {n} {n} {n} {n:.2f} é{n}" for n in numbers]
+    plain = build(row_files.write(tmp_path, "plain.parquet", {"text": written}), made)
+    assert_same_samples(plain, expected, expected.size)
+
+
 ODD_TEXTS = {
+    "binary": lambda texts: pyarrow.array([text.encode() for text in texts], pyarrow.binary()),
     "dictionary": lambda texts: pyarrow.array(texts).dictionary_encode(),
     "large": lambda texts: pyarrow.array(texts, pyarrow.large_string()),
     "view": lambda texts: pyarrow.array(texts, pyarrow.string_view()),
@@ -204,9 +228,69 @@ def test_a_folder_that_datasets_saved_has_its_files_in_order(made, tmp_path):
     assert build(tmp_path / "one", made).size == build(made / "in" / "stream.arrow", made).size
     split = saved.train_test_split(0.25, seed=0)
     split.save_to_disk(tmp_path / "two")
-    with pytest.raises(ConfigError, match=r"has the splits train, test; give the folder of one: "):
+    with pytest.raises(ConfigError, match=r"has the splits test, train; set data.path to one: "):
         build(tmp_path / "two", made)
     assert build(tmp_path / "two" / "test", made, heldout=0.0).description.count(" 100 rows,") == 1
+
+
+def prepare(path, made, out, **changes):
+    """Returns the samples of a folder that `meshtrain prepare` makes."""
+    flags = [f"--{key}={value}" for key, value in changes.items()]
+    flags += [f"--output={out}", f"--tokenizer={made / 'tokenizer'}", "--num_workers=1"]
+    assert app.main("prepare", [str(path), *flags]) == 0
+    settings = dict(dtype="", pattern="*.txt", exclude=(), separator=-1, split="train", **SETTINGS)
+    return tokens.build(path=str(out), **settings)
+
+
+def write_cache(folder):
+    """Writes what the cache of `datasets` holds of two splits."""
+    for name, seed in [("train", 4), ("test", 5)]:
+        row_files.write(folder, f"json-{name}.arrow", {"text": row_files.texts(90, seed=seed)})
+    row_files.write(folder, "cache-1.arrow", {"text": ["filtered"] * 90})
+    (folder / "dataset_info.json").write_text('{"splits": {"train": {}, "test": {}}}')
+
+
+def test_the_splits_of_a_cache_are_not_mixed(made, tmp_path):
+    write_cache(tmp_path / "in")
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path / "in", made)
+    (line,) = error.value.faults
+    named = (
+        "has the splits test, train; set data.path to one: {0}/*-test*.arrow, {0}/*-train*.arrow"
+    )
+    assert line == f"{tmp_path / 'in'}: {named.format(tmp_path / 'in')}"
+    expected = prepare(tmp_path / "in", made, tmp_path / "out", split="train")
+    assert_same_samples(build(line.split(", ")[-1], made), expected, expected.size)
+
+
+def test_saved_rows_in_another_order_are_an_error(made, tmp_path):
+    path = row_files.write(tmp_path, "data-1.arrow", {"text": row_files.texts(90)})
+    state = {"_data_files": [{"filename": path.name}], "_indices_files": [{"filename": "a"}]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(ConfigError, match="save it again with flatten_indices"):
+        build(tmp_path, made)
+    state = {"_data_files": [{"filename": "data-2.arrow"}]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"state.json lists 'data-2.arrow', which is missing"):
+        build(tmp_path, made)
+
+
+def test_files_around_saved_datasets_are_in_the_order_of_prepare(made, tmp_path):
+    source = tmp_path / "in"
+    for number, name in enumerate(["a/1.parquet", "b.parquet", "c/2.ipc", "d.arrow", "e.parquet"]):
+        path = source / name
+        row_files.write(path.parent, path.name, {"text": row_files.texts(20, seed=number)})
+    (source / "empty.arrow").write_bytes(b"")
+    for number in range(3):
+        folder = source / "b-saved"
+        row_files.write(folder, f"{number}.arrow", {"text": row_files.texts(20, seed=9 + number)})
+    state = {"_data_files": [{"filename": f"{number}.arrow"} for number in (2, 0, 1)]}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    row_files.write(folder, "cache-1.arrow", {"text": ["filtered"] * 20})
+    expected = prepare(source, made, tmp_path / "out")
+    assert_same_samples(build(source, made), expected, expected.size)
 
 
 def test_rows_longer_than_a_sample_are_read_and_their_cost_is_logged(made, tmp_path):
@@ -345,6 +429,11 @@ FAULTS = {
     "empty text": (["a", ""], {}, r"rows.parquet:2: text is empty"),
     "numbers": ([1, 2], {}, r"column 'text' holds int64, not strings; set data.field"),
     "lists": ([["a"], ["b"]], {}, r"column 'text' holds list<.*>, not strings"),
+    "bad UTF-8 in bytes": (
+        pyarrow.array([b"fine", b"\xff"], pyarrow.binary()),
+        {},
+        r"rows.parquet:2: invalid UTF-8 at byte 0",
+    ),
     "nothing": ([None, None], {}, r"column 'text' holds null, not strings"),
     "no rows": (pyarrow.array([], pyarrow.string()), {}, r"holds no rows"),
     "bad UTF-8": (

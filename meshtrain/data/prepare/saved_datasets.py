@@ -46,10 +46,11 @@ def find(paths: list[Path]) -> tuple[list[Split], list[Path]]:
     return splits, others
 
 
-def chosen(splits: list[Split], split: str) -> list[Split]:
+def chosen(splits: list[Split], split: str, *, key: str = "--split") -> list[Split]:
     """Returns the splits of this name; with "" all, each the only one of its folder.
 
-    Raises ConfigError that names the splits of a folder.
+    Raises ConfigError that names the splits of a folder. `key` is the flag that chooses a split, or
+    the config key of the path.
     """
     by_folder: dict[Path, list[Split]] = {}
     for one in splits:
@@ -63,13 +64,21 @@ def chosen(splits: list[Split], split: str) -> list[Split]:
             has = f"has {names}" if names else "has no splits; leave --split out"
             faults.append(f"--split={split}: {sources.name_of(folder)} {has}")
         elif len(named) > 1 and not split:
-            faults.append(
-                f"{sources.name_of(folder)}: has the splits {names}; choose one with --split=NAME"
-            )
+            way_out = f"choose one with {key}=NAME"
+            if key != "--split":
+                way_out = f"set {key} to one: {', '.join(sorted(map(_path_of, here)))}"
+            faults.append(f"{sources.name_of(folder)}: has the splits {names}; {way_out}")
         found += named
     if faults:
         raise ConfigError(*faults)
     return found
+
+
+def _path_of(split: Split) -> str:
+    """Returns a path, or a pattern, that names the files of a split alone."""
+    if any(file.parent == split.folder for file in split.files):  # of the cache
+        return str(split.folder / f"*-{split.name}*.arrow")
+    return str(split.folder / split.name)
 
 
 def _saved(folder: Path, *, is_in_dict: bool) -> Split:

@@ -1,6 +1,6 @@
 """Reads Parquet and Arrow files: the columns that are needed, some rows at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +33,8 @@ def _columns(path: Path, schema: Any, options: ReadOptions) -> list[Column]:
     columns = []
     for field in options.fields:
         found, kind = _find(path, schema, field)
-        value = _value_type(kind)
-        if not _is_text(value) and not (options.template and _is_number(value)):
+        value = value_type(kind)
+        if not is_text(value) and not (options.template and is_number(value)):
             wanted = (
                 "texts or numbers; change --template"
                 if options.template
@@ -70,17 +70,17 @@ def _find(path: Path, schema: Any, field: str) -> tuple[tuple[str, ...], Any]:
     return names, found
 
 
-def _value_type(kind: Any) -> Any:
+def value_type(kind: Any) -> Any:
     """Returns the type of the values of a column, without how they are stored."""
     pyarrow = import_optional("pyarrow", "parquet")
     if isinstance(kind, pyarrow.BaseExtensionType):
-        return _value_type(kind.storage_type)
+        return value_type(kind.storage_type)
     if pyarrow.types.is_dictionary(kind) or pyarrow.types.is_run_end_encoded(kind):
-        return _value_type(kind.value_type)
+        return value_type(kind.value_type)
     return kind
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
     """Returns True for strings, for bytes, which must be UTF-8, and for nulls without a type."""
     pyarrow = import_optional("pyarrow", "parquet")
     texts = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
@@ -88,7 +88,7 @@ def _is_text(kind: Any) -> bool:
     return kind in (*texts, *data, pyarrow.null())
 
 
-def _is_number(kind: Any) -> bool:
+def is_number(kind: Any) -> bool:
     types = import_optional("pyarrow", "parquet").types
     tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
     return any(test(kind) for test in tests)
@@ -109,18 +109,22 @@ def _values(array: Any) -> Iterator[Any]:
         value_at = dict(zip(used.to_pylist(), values, strict=True))
         for index in array.indices.to_pylist():
             yield value_at.get(index)
-    elif _is_text(kind):
+    elif is_text(kind):
         yield from array.cast(pyarrow.large_binary()).to_pylist()
-    elif pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
+    else:
+        written = as_written(kind)
+        for value in array.to_pylist():
+            yield None if value is None else written(value)
+
+
+def as_written(kind: Any) -> Callable[[Any], Any]:
+    """Returns what makes the number that a template writes of one of pyarrow, of a type."""
+    types = import_optional("pyarrow", "parquet").types
+    if types.is_float16(kind) or types.is_float32(kind):
         # With the digits that tell the number among those of its own precision.
         dtype = kind.to_pandas_dtype()
-        for value in array.to_pylist():
-            yield None if value is None else float(str(dtype(value)))
-    elif pyarrow.types.is_decimal(kind):
-        for value in array.to_pylist():
-            yield None if value is None else str(value)
-    else:
-        yield from array.to_pylist()
+        return lambda value: float(str(dtype(value)))
+    return str if types.is_decimal(kind) else lambda value: value
 
 
 def _rows(batch: Any, columns: list[Column]) -> Iterator[dict[str, Any]]:
