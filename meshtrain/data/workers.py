@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -56,7 +56,7 @@ class Workers:
         self._lock = threading.Lock()  # training and evaluation read in threads of their own
         weakref.finalize(self, _end, self._processes)
 
-    def map(self, items: Iterable[Message]) -> Iterator[Message]:
+    def map(self, items: Iterable[Message]) -> Generator[Message, None, None]:
         """Yields the results in the order of the items; raises the ConfigError of an item.
 
         Raises WorkerEnded if a process has ended, perhaps since the machine ran out of memory.

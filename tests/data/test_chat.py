@@ -403,7 +403,9 @@ def test_a_faulty_line_is_named(line, fault, tmp_path, folders):
 def test_only_the_first_faults_are_shown(tmp_path, folders):
     with pytest.raises(ConfigError) as error:
         build(write(tmp_path / "a.jsonl", ["{}"] * 9), folders["gemma"])
-    assert len(error.value.faults) == 6 and error.value.faults[-1] == "and 4 more"
+    assert len(error.value.faults) == 6 and error.value.faults[-1] == (
+        "perhaps more: after 5 faulty lines no others are read"
+    )
 
 
 @pytest.mark.parametrize(
