@@ -20,7 +20,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from meshtrain import console
+from meshtrain import console, object_store, storage
 from meshtrain.cli.verbs import Verb
 from meshtrain.data import hub, template, tokenizer
 from meshtrain.data.prepare import (
@@ -205,6 +205,11 @@ def _check_flags(args: argparse.Namespace) -> None:
             "--shard_tokens": args.shard_tokens,
         },
     )
+    places = {"": args.inputs, "--output=": [args.output] if args.output else []}
+    for key, names in places.items():
+        for name in names:
+            if not object_store.is_url(name) and (fault := storage.url_fault(key, name)):
+                faults.append(fault)
     if not args.inputs:
         faults.append("no input; give files or folders of text, .jsonl, .csv, .parquet or .arrow")
     if args.output is None:

@@ -504,8 +504,12 @@ def test_a_rollback_is_recorded_in_the_store(url):
             "does not read or write az storage",
         ),
         (
-            ["prepare", "x.txt", "--output=s3://bucket/data"],
-            "s3://bucket/data: this version does not",
+            ["prepare", "x.txt", "--output=az://bucket/data"],
+            "--output=az://bucket/data: this version does not read or write az storage",
+        ),
+        (
+            ["prepare", "hf://user/data", "--output=data"],
+            "hf://user/data: this version does not read or write hf storage",
         ),
     ],
 )
