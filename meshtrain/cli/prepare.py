@@ -15,6 +15,7 @@ to resume. The output is the same, byte for byte, for any number of workers.
 
 import argparse
 import os
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
@@ -196,6 +197,18 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def _place_faults(inputs: Sequence[str], output: str | Path | None) -> list[str]:
+    """Returns a fault for each URL of a store that is not known."""
+    places = [("", name) for name in inputs]
+    if output is not None:
+        places.append(("--output=", output))
+    return [
+        storage.url_fault(key, place)
+        for key, place in places
+        if not object_store.is_url(place) and storage.url_fault(key, place)
+    ]
+
+
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises ConfigError with every fault of the flags."""
     faults = minimum_faults(
@@ -205,11 +218,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             "--shard_tokens": args.shard_tokens,
         },
     )
-    places = {"": args.inputs, "--output=": [args.output] if args.output else []}
-    for key, names in places.items():
-        for name in names:
-            if not object_store.is_url(name) and (fault := storage.url_fault(key, name)):
-                faults.append(fault)
+    faults += _place_faults(args.inputs, args.output)
     if not args.inputs:
         faults.append("no input; give files or folders of text, .jsonl, .csv, .parquet or .arrow")
     if args.output is None:
