@@ -16,7 +16,7 @@ from meshtrain.errors import ConfigError, did_you_mean
 RUNS = {"workdir", "workdirs", "paths", "source", "measured"}
 
 # Arguments of type str that may be paths.
-TEXTS = {"workdir", "config", "inputs", "tokenizer", "device"}
+TEXTS = {"workdir", "config", "inputs", "output", "tokenizer", "device"}
 
 
 class Parser(argparse.ArgumentParser):
