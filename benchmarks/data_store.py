@@ -30,8 +30,8 @@ import numpy as np
 
 from meshtrain.data import prepared, tokens
 from meshtrain.data.loader import Loader
-from meshtrain.data.prepare import shards
-from meshtrain.data.prepare.inputs import Position
+from meshtrain.data.prepare import outputs, shards
+from meshtrain.data.prepare.records import Position
 
 ROWS_PER_SECOND = 4000  # of 1,024 tokens: 8 MB/s
 SEQ_LEN = 1024
@@ -40,7 +40,7 @@ STEPS_PER_SECOND = 8
 
 def write_prepared(folder: Path, gb: float, shard_tokens: int) -> None:
     """Writes a prepared folder of random tokens, as `meshtrain prepare` would."""
-    journal = shards.Journal(folder, {})
+    journal = shards.Journal(outputs.open_output(folder), {})
     writer = shards.ShardWriter(folder, journal, dtype=np.dtype("<u2"), shard_tokens=shard_tokens)
     random_tokens = np.random.default_rng(0)
     for _ in range(int(gb * 1e9 / 2 / 2000)):
