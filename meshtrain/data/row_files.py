@@ -18,6 +18,7 @@ from meshtrain import foreign
 from meshtrain.data import files, formats
 from meshtrain.data import template as templates
 from meshtrain.data.prepare import saved_datasets, tables
+from meshtrain.data.prepare.array_records import is_example
 from meshtrain.errors import ConfigError, import_optional
 
 EXTRA = "rows"  # of pyproject.toml, with the packages that read the formats
@@ -483,7 +484,7 @@ class _ArrayRecordFile:
         self.units = _units(self.num_rows)
         self.bytes_per_read = 0
         first = self._reader.read([0])[0] if self.num_rows else b""
-        if _is_example(first):
+        if is_example(first):
             raise ConfigError(
                 f"{path}: its records are tf.train.Example, which need TensorFlow; write their "
                 f"text as UTF-8 or as objects in JSON instead"
@@ -518,19 +519,3 @@ class _ArrayRecordFile:
                 f"invalid UTF-8 at byte {error.start}; records are read as texts, or as objects in "
                 f"JSON"
             )
-
-
-def _is_example(record: bytes) -> bool:
-    """Returns whether a record looks like tf.train.Example.
-
-    That is one message of Protocol Buffers, field 1: the byte 10 and the size of the rest, 7 bits
-    in each byte, the lowest first.
-    """
-    if not record.startswith(b"\n"):
-        return False
-    size = 0
-    for count, byte in enumerate(record[1:6]):
-        size |= (byte & 0x7F) << (7 * count)
-        if byte < 0x80:
-            return size == len(record) - count - 2 > 0
-    return False

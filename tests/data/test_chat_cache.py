@@ -145,7 +145,7 @@ def test_faulty_lines_are_named_and_after_some_no_more_are_read(
     expected = [f"{data / 'a.jsonl'}:{number}: {fault}" for number in (3, 30, 31, 60, 90)]
     more = "perhaps more: after 5 faulty lines no others are read"
     assert list(error.value.faults) == [*expected, more]
-    # After the repair nothing is left of it.
+    # Once it is repaired, nothing is left.
     lines = [line.replace("1,", '"1",') if '"prompt": 1' in line else line for line in lines]
     (data / "a.jsonl").write_text("\n".join(lines))
     assert ": 270 conversations, " in build(data, folder, num_workers=num_workers).description

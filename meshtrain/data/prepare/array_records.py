@@ -56,7 +56,7 @@ def read(path: Path, options: ReadOptions, begin: Position) -> Iterator[Record]:
 
 def _is_object(name: str, data: bytes) -> bool:
     """Returns whether a record is a JSON object; raises ConfigError if it is one of TensorFlow."""
-    if _is_example(data):
+    if is_example(data):
         raise ConfigError(
             f"{name}: its records are tf.train.Example, which need TensorFlow; write their text as "
             f"UTF-8 or as JSON objects instead"
@@ -67,7 +67,7 @@ def _is_object(name: str, data: bytes) -> bool:
         return False
 
 
-def _is_example(data: bytes) -> bool:
+def is_example(data: bytes) -> bool:
     """Returns whether a record looks like tf.train.Example.
 
     That is one message of Protocol Buffers, field 1: the byte 10 and the size of the rest, 7 bits
