@@ -1,6 +1,8 @@
 """Prepares the parts of an output as tasks of a Ray cluster: `meshtrain prepare --ray`."""
 
 import contextlib
+import os
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -8,22 +10,39 @@ from typing import Any
 from meshtrain import console
 from meshtrain.errors import ConfigError, import_optional
 
+SECONDS_TO_CONNECT = 10.0
 MAX_RETRIES = 3  # of a part whose node is lost; it resumes
 
 
 def connect() -> Any:
     """Returns the package ray, connected to the cluster; raises ConfigError if there is none."""
     ray = import_optional("ray", "ray")
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError) as error:
-            cause = str(error).strip().partition("\n")[0][:300]
-            raise ConfigError(
-                f"--ray: no Ray cluster is reached from here: {cause}; start one with `ray start "
-                f"--head`, or set RAY_ADDRESS"
-            ) from None
+    if ray.is_initialized():
+        return ray
+    try:
+        _check_that_it_listens(os.environ.get("RAY_ADDRESS", ""))
+        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError) as error:
+        cause = str(error).strip().partition("\n")[0][:300]
+        raise ConfigError(
+            f"--ray: no Ray cluster is reached from here: {cause}; start one with `ray start "
+            f"--head`, or set RAY_ADDRESS"
+        ) from None
     return ray
+
+
+def _check_that_it_listens(address: str) -> None:
+    """Raises OSError if nothing listens at HOST:PORT; Ray would try for minutes.
+
+    Ray itself reads the other forms of an address: "auto", "local", "ray://HOST:PORT".
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "//" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_CONNECT).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"RAY_ADDRESS={address}: {error}") from None
 
 
 def num_parts(ray: Any, *, num_files: int, num_workers: int) -> int:

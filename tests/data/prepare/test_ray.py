@@ -54,15 +54,20 @@ def test_tasks_of_a_cluster_write_the_same_files_as_one_process(tmp_path):
 
 
 @needs_ray
-@pytest.mark.slow
-def test_without_a_cluster_the_error_is_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+@pytest.mark.parametrize(
+    "address, cause",
+    [
+        ("127.0.0.1:1", "RAY_ADDRESS=127.0.0.1:1: [Errno 111] Connection refused"),
+        ("nowhere", "Invalid address format: nowhere"),
+    ],
+)
+def test_without_a_cluster_the_error_is_one_line(address, cause, tmp_path, capsys, monkeypatch):
+    # Without an address Ray takes any cluster of this machine, also one of another test.
+    monkeypatch.setenv("RAY_ADDRESS", address)
     path = write_jsonl(tmp_path / "in")
-    command = [sys.executable, "-m", "meshtrain", "prepare", path, f"--output={tmp_path / 'out'}"]
-    ran = subprocess.run([*command, "--ray"], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 2
-    (line,) = ran.stderr.splitlines()
-    assert line.startswith("--ray: no Ray cluster is reached from here: ")
+    assert run(path, f"--output={tmp_path / 'out'}", "--ray") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"--ray: no Ray cluster is reached from here: {cause}; start one")
 
 
 def test_ray_and_a_part_exclude_each_other(tmp_path, capsys):
