@@ -116,8 +116,8 @@ def memory() -> dict[str, int]:
     return {"anonymous": int(fields["RssAnon"]) >> 10, "peak": int(fields["VmHWM"]) >> 10}
 
 
-def train(path: str, number: int, args: argparse.Namespace, results: Any) -> None:
-    """Reads the batches of one of `args.processes`; puts what it waited into the queue."""
+def train(path: str, number: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Reads the batches of one of `args.processes`; returns what it waited."""
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.make_mesh((1,), ("data",))
     began = time.perf_counter()
@@ -156,16 +156,14 @@ def train(path: str, number: int, args: argparse.Namespace, results: Any) -> Non
         f"longer than 10 ms; MB before {before}, at the end {memory()}",
         flush=True,
     )
-    results.put(
-        {
-            "process": number,
-            "opened s": opened,
-            "first batch s": first,
-            "waits s": waits,
-            "MB before": before,
-            "MB at the end": memory(),
-        }
-    )
+    return {
+        "process": number,
+        "opened s": opened,
+        "first batch s": first,
+        "waits s": waits,
+        "MB before": before,
+        "MB at the end": memory(),
+    }
 
 
 def main() -> None:
@@ -200,25 +198,15 @@ def main() -> None:
         }
         time.sleep(2)
         path = str(folder / "tokens") if args.local else "s3://bucket/tokens"
-        queue = context.Queue()
-        readers = [
-            context.Process(target=train, args=(path, number, args, queue))
-            for number in range(args.processes)
-        ]
-        for reader in readers:
-            reader.start()
-        results["processes"] = []
-        for reader in readers:
-            reader.join()
-            if not reader.exitcode:
-                results["processes"].append(queue.get())
+        with context.Pool(args.processes) as readers:
+            numbered = [(path, number, args) for number in range(args.processes)]
+            results["processes"] = readers.starmap(train, numbered, chunksize=1)
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(b"GET /bucket/counts HTTP/1.1\r\n\r\n")
             results["server"] = connection.recv(4096).decode().rpartition("\r\n")[2]
             print("server:", results["server"])
         server.terminate()
         record.save(args.output, results, model="data-store")
-        sys.exit(any(reader.exitcode for reader in readers))
 
 
 if __name__ == "__main__":

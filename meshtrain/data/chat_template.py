@@ -56,11 +56,11 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
 
     Raises ConfigError if the folder has none, or a faulty one.
     `render(messages, tools, add_generation_prompt, arguments, documents)` returns the text of a
-    conversation; all but the messages may be left out. It raises ValueError with one line if the template rejects it, and
-    ConfigError if the template exceeds the limit of time. `arguments` are further variables that it
-    may read, such as enable_thinking. `now` is the date for templates that write it; None: the
-    current date. With `tools`, JSON schemas of functions, the template named tool_use is used if
-    there is one. `documents` are texts that the replies refer to.
+    conversation; all but the messages may be left out. It raises ValueError with one line if the
+    template rejects it, and ConfigError if the template exceeds the limit of time. `arguments` are
+    further variables that it may read, such as enable_thinking. `now` is the date for templates
+    that write it; None: the current date. With `tools`, JSON schemas of functions, the template
+    named tool_use is used if there is one. `documents` are texts that the replies refer to.
     """
     settings = read_config(folder)
     special = special_tokens(settings)
