@@ -90,7 +90,7 @@ class LatentAttention(nnx.Module):
         if c.q_lora_rank:
             query = self.query_up(self.query_down_norm(query))
         q_BSHK = constrain(query, "batch", "seq", "heads", "head_dim")
-        frequency_r, factor = c.rotation(metadata.row_length, metadata.is_local)
+        frequency_r, factor = c.rotation(metadata.row_length, metadata.is_local, metadata.has_rope)
 
         def rotate(x_BSHR):
             return rope(_halves_of_pairs(x_BSHR), metadata.positions_BS, frequency_r, factor)

@@ -404,6 +404,7 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
     small = {
         "d_ff": 64,
         "d_expert": 32,
+        "d_shared": 48,
         "vocab_size": 125,
         "max_seq_len": 16,
         "seq_len": 16,
@@ -426,7 +427,8 @@ def set_num_layers(model: dict[str, Any], num_layers: int) -> None:
         if model.get("first_dense_layers"):
             model["first_dense_layers"] = 1
         first = model.get("first_dense_layers", 0)
-        model["num_layers"] = first + math.lcm(num_layers, len(model.get("attention") or "g"))
+        patterns = (model.get(key) or "-" for key in ("attention", "rope_layers"))
+        model["num_layers"] = first + math.lcm(num_layers, *map(len, patterns))
 
 
 def _shrink_experts(model: dict[str, Any]) -> None:

@@ -66,7 +66,8 @@ def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
     for row in [{}, *quick, *rows, *latent]:
         c = _compatible({**section, **row})
         # One layer more than the pattern has, so that it repeats, and the first ones.
-        c["num_layers"] = c["first_dense_layers"] + len(c["attention"]) + 1
+        pattern = max(len(c["attention"]), len(c["rope_layers"]))
+        c["num_layers"] = c["first_dense_layers"] + pattern + 1
         sections.append(c)
     return sections
 
@@ -79,6 +80,8 @@ def _compatible(c: dict[str, Any]) -> dict[str, Any]:
         **c,
         "qk_norm": False,
         "qkv_bias": False,
+        "out_bias": False,
+        "attention_sinks": False,
         "num_kv_heads": c["num_heads"],
         "positions": "rope",
     }
@@ -108,18 +111,28 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
             {"positions": "rope", "rope_scaling": DYNAMIC},
             {"positions": "learned", "rope_scaling": ()},
         ],
-        choice("mlp", "swiglu", "gelu", "geglu"),
+        choice("mlp", "swiglu", "gelu", "geglu", "clamped_swiglu"),
+        choice("glu_limit", 0.4),
         [
-            {"bias": False, "qkv_bias": False},
-            {"bias": False, "qkv_bias": True},
-            {"bias": True, "qkv_bias": False},
+            {"bias": False, "qkv_bias": False, "out_bias": False},
+            {"bias": False, "qkv_bias": True, "out_bias": False},
+            {"bias": False, "qkv_bias": True, "out_bias": True},
+            {"bias": True, "qkv_bias": False, "out_bias": False},
         ],
+        choice("attention_sinks", False, True),
         _experts(c),
         [
             {"qk_norm": False, "qk_norm_heads": "each"},
             *({"qk_norm": True, "qk_norm_heads": heads} for heads in ("each", "all")),
         ],
-        choice("post_norm", False, True),
+        [
+            {"pre_norm": True, "post_norm": False},
+            {"pre_norm": True, "post_norm": True},
+            {"pre_norm": False, "post_norm": True},
+        ],
+        choice("rope_layers", "r", "rn"),
+        choice("branch_scale", 1.0, 0.4),
+        choice("logit_scale", 1.0, 0.6),
         choice("tie_embeddings", False, True),
         [{"attention": "g", "window": 0}, *({"attention": kind, **local} for kind in ("l", "lg"))],
         choice("rope_theta_local", 0.0, 100.0),
@@ -150,6 +163,9 @@ def _experts(c: Mapping[str, Any]) -> list[Row]:
     groups = (2, 1) if can_group else ()
     base = {
         "num_shared_experts": 0,
+        "d_shared": 0,
+        "shared_gate": False,
+        "expert_bias": False,
         "router_scale": 1.0,
         "capacity_factor": 0.0,
         "balance": "none",
@@ -170,6 +186,8 @@ def _experts(c: Mapping[str, Any]) -> list[Row]:
             "num_shared_experts": 2,
             "first_dense_layers": 1,
         },
+        {**base, "num_shared_experts": 1, "d_shared": 20, "shared_gate": True},
+        {**base, "expert_bias": True, "balance": "batch"},
         {**base, "router": "sigmoid", "router_scale": 2.5, "expert_groups": groups},
         {**base, "capacity_factor": 0.75, "expert_groups": groups},
     ]
