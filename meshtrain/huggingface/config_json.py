@@ -150,7 +150,7 @@ def to_section(config: Config) -> Section:
 
 def with_defaults(config: Config, family: Family) -> Config:
     """Returns a config.json with the keys that it omits, and without other names of keys."""
-    config = family.defaults | config
+    config = family.defaults | family.standardize(config)
     for alias, key in family.aliases.items():
         if alias in config:
             config = config | {key: config[alias]}
@@ -229,7 +229,7 @@ def _head_size_faults(config: Config, family: Family) -> list[str]:
 def _attention_to_section(config: Config, family: Family) -> Section:
     """Returns `attention`, the shortest pattern of letters that gives all layers, and `window`."""
     num_layers = config["num_hidden_layers"]
-    letters = repeat_to(num_layers, family.default_layers(config))
+    letters = base.repeat_to(num_layers, family.default_layers(config))
     layer_types = config.get("layer_types")
     if layer_types is not None:
         default = letters
@@ -248,7 +248,7 @@ def _attention_to_section(config: Config, family: Family) -> Section:
             f"sliding_window={config.get('sliding_window')!r}{switch}: "
             f"{letters.count('l')} local layers need 1 or more"
         )
-    return {"attention": _shortest_pattern(letters), "window": window}
+    return {"attention": base.shortest_pattern(letters), "window": window}
 
 
 def _parse_layer_types(layer_types: Any, num_layers: int) -> str:
@@ -257,16 +257,6 @@ def _parse_layer_types(layer_types: Any, num_layers: int) -> str:
         names = ", ".join(base.LAYER_LETTERS)
         raise ConfigError(f"layer_types={layer_types}: use one of {names} for each layer")
     return "".join(base.LAYER_LETTERS[name] for name in layer_types)
-
-
-def _shortest_pattern(letters: str) -> str:
-    patterns = (letters[:period] for period in range(1, len(letters) + 1))
-    return next(pattern for pattern in patterns if repeat_to(len(letters), pattern) == letters)
-
-
-def repeat_to(num_layers: int, letters: str) -> str:
-    """Returns the letter of every layer: the pattern `letters`, repeated."""
-    return (letters * -(-num_layers // len(letters)))[:num_layers]
 
 
 # ---- section to config.json ----
@@ -296,12 +286,21 @@ def to_config(section: Section, original: Config | None = None) -> Config:
         # Converting back finds whatever the family cannot express.
         try:
             differing = differences(section, to_section(config))
+            is_rejected = False
         except ConfigError as error:
             differing = list(error.faults)
+            is_rejected = True
         if not differing:
             return config
-        attempts.append((family, differing))
-    nearest, fewest = min(attempts, key=lambda attempt: len(attempt[1]))
+        attempts.append((family, is_rejected, differing))
+
+    def distance(attempt: tuple[Family, bool, list[str]]) -> tuple:
+        """Returns how far a family is: one difference is nearer than a config.json with a fault."""
+        family, is_rejected, differing = attempt
+        has_other_positions = family.section.get("positions", "rope") != section["positions"]
+        return family is not preferred, has_other_positions, len(differing) + is_rejected
+
+    nearest, _, fewest = min(attempts, key=distance)
     raise ConfigError(
         f"no supported architecture of transformers computes this model; the nearest is "
         f"{nearest.architecture}, where {', '.join(fewest)}"
@@ -335,7 +334,7 @@ def _attention_to_config(section: Section, family: Family) -> Config:
     """Returns the keys of the window, and of the layers that have it."""
     if "sliding_window" not in family.defaults:
         return {}
-    letters = repeat_to(section["num_layers"], section["attention"])
+    letters = base.repeat_to(section["num_layers"], section["attention"])
     has_window = "l" in letters
     window = section["window"] if has_window else None
     has_switch = "use_sliding_window" in family.defaults
@@ -374,7 +373,7 @@ def normalize(section: Section) -> Section:
     """
     section = SECTION_DEFAULTS | section
     section["head_dim"] = head_dim(section)
-    letters = repeat_to(section["num_layers"], section["attention"])
+    letters = base.repeat_to(section["num_layers"], section["attention"])
     section["attention"] = letters
     if "l" not in letters:
         section["window"] = 0
@@ -382,15 +381,26 @@ def normalize(section: Section) -> Section:
         section["query_scale"] = (section["head_dim"] + section["rope_head_dim"]) ** -0.5
     if section["v_head_dim"] == section["head_dim"]:
         section["v_head_dim"] = 0
-    section["qkv_bias"] = section["qkv_bias"] or section["bias"]
+    for key in ("qkv_bias", "out_bias"):
+        section[key] = section[key] or section["bias"]
+    section["rope_layers"] = base.repeat_to(section["num_layers"], section["rope_layers"])
     _normalize_rope(section, letters)
     section = transformer_config.effective(section)
     if section["num_experts"]:
         section["d_expert"] = section["d_expert"] or section["d_ff"]
         section["expert_groups"] = tuple(section["expert_groups"])
+        if section["num_shared_experts"]:
+            _normalize_shared(section)
         if not section["first_dense_layers"]:
             del section["d_ff"]
     return section
+
+
+def _normalize_shared(section: Section) -> None:
+    """Replaces the number of shared experts by their width: nothing else depends on it."""
+    number = section["num_shared_experts"]
+    section["d_shared"] = section["d_shared"] or number * section["d_expert"]
+    section["num_shared_experts"] = 1
 
 
 def _normalize_rope(section: Section, letters: str) -> None:

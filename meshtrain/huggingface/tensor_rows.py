@@ -2,8 +2,10 @@
 
 The table of a family (Family.names) maps the path of a parameter to "TENSOR DIM DIM ...": the name
 of the tensor, and its dims in the file. "HK" is one dim in the file and two dims, H and K, in this
-package. A digit is an index into a fused tensor: 0 query, 1 key, 2 value. In the name, the first *
-stands for the index of the layer, and the second for that of the expert.
+package. A digit is an index into a fused tensor: 0 query, 1 key, 2 value; and so is a letter of two
+parts: a gate, b up. "bF" are two parts one after the other, "Fb" alternate. In the name, the first
+* stands for the index of the layer, and the second for that of the expert; E is a dim of a tensor
+of all experts.
 """
 
 import math
@@ -18,7 +20,7 @@ from meshtrain.models import base
 
 # V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, W that of values,
 # F feed-forward, L layers, E experts, U feed-forward of the shared experts. Of latent attention:
-# Q latent of the queries, C of keys and values, J = C + rope key, M = K without rope + W
+# Q latent of the queries, C of keys and values, J = C + rope key, M = K without rope + W. I is 1
 
 # Dims in this package; the parameters under layers/ also have a leading dim L, those of the first
 # layers do not. Dims that the tensor of a family lacks do not apply: E if it has one tensor per
@@ -39,6 +41,7 @@ DIMS = {
     "layers/attention/value/bias": "GK",
     "layers/attention/out/kernel": "HWD",
     "layers/attention/out/bias": "D",
+    "layers/attention/sinks/bias": "H",
     "layers/attention/query_norm/scale": "HK",
     "layers/attention/key_norm/scale": "GK",
     "layers/attention/query_down/kernel": "DQ",
@@ -51,6 +54,7 @@ DIMS = {
     "layers/mlp_norm/scale": "D",
     "layers/mlp_norm/bias": "D",
     "layers/mlp/router/kernel": "DE",
+    "layers/mlp/router/bias": "E",
     "layers/mlp/gate/kernel": "DF",
     "layers/mlp/gate/bias": "F",
     "layers/mlp/up/kernel": "DF",
@@ -60,9 +64,13 @@ DIMS = {
     "layers/mlp/shared/gate/kernel": "DU",
     "layers/mlp/shared/up/kernel": "DU",
     "layers/mlp/shared/down/kernel": "UD",
+    "layers/mlp/shared_gate/kernel": "DI",
     "layers/mlp/measured/bias": "E",
     "layers/mlp_post_norm/scale": "D",
 }
+
+# The index and the number of parts that a letter stands for.
+PARTS = {"0": (0, 3), "1": (1, 3), "2": (2, 3), "a": (0, 2), "b": (1, 2)}
 
 # Then the number of the layer; the tables of the families leave it out.
 FIRST_LAYERS = f"{base.FIRST_LAYERS_KEY}/"
@@ -105,17 +113,16 @@ class Row:
         """Returns a view of a tensor with the dims of the parameter, of one layer and expert."""
         letters = "".join(self.dims)
         split = tensor.reshape([self._size(letter) for letter in letters])
-        # Select query, key or value of a fused tensor.
+        # Select a part of a fused tensor, such as the query, key or value.
         values = split[
-            tuple(int(letter) if letter.isdigit() else slice(None) for letter in letters)
+            tuple(PARTS[letter][0] if letter in PARTS else slice(None) for letter in letters)
         ]
-        file_order = [letter for letter in letters if letter.isalpha()]
-        order = [letter for letter in DIMS[in_stack(self.path)] if letter in file_order]
+        file_order = [letter for letter in letters if letter not in PARTS]
+        order = [letter for letter in _letters(self.path, self.sizes) if letter in file_order]
         return values.transpose([file_order.index(letter) for letter in order])
 
     def _size(self, letter: str) -> int:
-        # A digit stands for the dim of query, key and value.
-        return self.sizes.get(letter, 3)
+        return PARTS[letter][1] if letter in PARTS else self.sizes[letter]
 
 
 def rows(
@@ -151,6 +158,12 @@ def _sizes(path: str, shape: tuple[int, ...]) -> dict[str, int]:
     if num_own > len(letters):
         letters = "E" + letters  # of all experts
     return dict(zip(lead + letters[-num_own:], shape, strict=True))
+
+
+def _letters(path: str, sizes: Mapping[str, int]) -> str:
+    """Returns the dims of a parameter, those of all experts included."""
+    letters = DIMS[in_stack(path)]
+    return letters if "E" in letters or "E" not in sizes else "E" + letters
 
 
 def in_stack(path: str) -> str:

@@ -67,13 +67,16 @@ def check_sizes(folder: Path) -> None:
     path = folder / config_json.NAME
     config = config_json.with_defaults(config_json.read(path), family)
     largest = max((math.prod(tensor.shape) for tensor in tensors.values()), default=0)
+    indexed = {"num_layers"}
+    if any(name.count("*") > 1 for name in family.names.values()):
+        indexed.add("num_experts")
     faults = []
     for key, hf_key in family.keys.items():
         value = config.get(hf_key)
         # max_seq_len is a dim of a tensor only for learned positions.
         if not isinstance(value, int) or key == "max_seq_len":
             continue
-        is_index = key in ("num_layers", "num_experts")
+        is_index = key in indexed
         if value > (len(tensors) if is_index else largest):
             limit = f"{len(tensors)} tensors" if is_index else f"no tensor above {largest} values"
             faults.append(

@@ -5,7 +5,7 @@
 logits.npz has `tokens` (2, S) and their `logits` (2, S, V); `lengths` (2,), and the logits with
 each row truncated to its length (`padded`, 0 elsewhere); `documents` (3,), lengths whose sum is S,
 and the logits of the first row with each document computed separately (`packed`, (S, V)). Those of
-mixtures of experts also have, of each step of generation with a cache, the token and its logits
+WITH_GENERATION also have, of each step of generation with a cache, the token and its logits
 (`generated` (2, N), `steps` (2, N, V)).
 
 rope.json has the frequencies and attention factors of ROPE_INIT_FUNCTIONS for the ropes in ROPES.
@@ -100,6 +100,74 @@ FAMILIES = {
         num_experts_per_tok=2,
         norm_topk_prob=False,
     ),
+    "olmo2": lambda: transformers.Olmo2Config(
+        **SIZES, **TOKEN_IDS, rope_parameters=ROPE, attention_bias=True
+    ),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **{**SIZES, "num_hidden_layers": 4},
+        **TOKEN_IDS,
+        rope_parameters={
+            "full_attention": {**ROPE, **YARN, "original_max_position_embeddings": 8},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+        sliding_window=5,
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **SIZES,
+        **TOKEN_IDS,
+        bos_token_id=None,
+        rope_parameters=ROPE,
+        no_rope_layers=[1, 0, 1],
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=5,
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **SIZES,
+        rope_parameters=ROPE,
+        tie_word_embeddings=True,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.3,
+        logits_scaling=6.0,
+    ),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(
+        **SIZES,
+        rope_parameters=ROPE,
+        attention_bias=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=0.7,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **{**SIZES, "head_dim": 4},
+        rope_parameters=ROPE,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=2,
+        moe_intermediate_size=10,
+        shared_expert_intermediate_size=14,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES,
+        rope_parameters={
+            **ROPE,
+            **YARN,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+        sliding_window=5,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        swiglu_limit=0.5,
+        swiglu_alpha=1.5,
+    ),
     "dots1": lambda: transformers.Dots1Config(
         **{**SIZES, "num_hidden_layers": 4},
         rope_parameters=ROPE,
@@ -180,7 +248,10 @@ DEEPSEEK_FAMILIES = (
     "deepseek_v2_groups",
     "deepseek_v3",
 )  # written by transformers 5.24.0
+DENSE_OF_5_24 = ("olmo2", "olmo3", "smollm3", "granite")
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1", *DEEPSEEK_FAMILIES)
+MIXTURES += ("granitemoe", "qwen2_moe", "gpt_oss")
+WITH_GENERATION = (*MIXTURES, *DENSE_OF_5_24)
 
 # (head dim, max_position_embeddings, length of the row, rope_parameters)
 QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -289,7 +360,7 @@ def main(*chosen: str):
         folder = FOLDER / name
         model = model_of(config())
         save(model, folder)
-        generation = generation_of(model, tokens) if name in MIXTURES else {}
+        generation = generation_of(model, tokens) if name in WITH_GENERATION else {}
         np.savez_compressed(folder / "logits.npz", **logits_of(model, tokens), **generation)
     if chosen:
         return

@@ -342,6 +342,13 @@ EXTRA_KEYS = {  # keys of newer and older versions of transformers that do not c
     "deepseek_v2": dict(n_group=None, topk_group=None, seq_aux=True, scoring_func="softmax"),
     "deepseek_v2_groups": dict(moe_layer_freq=1, ep_size=1, num_experts=6, head_dim=4),
     "deepseek_v3": dict(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True),
+    "olmo2": dict(clip_qkv=8.0, mlp_bias=True, layer_types=["full_attention"] * 3),
+    "olmo3": dict(layer_types=None, rope_theta=3.0, rope_local_base_freq=9.0),
+    "smollm3": dict(layer_types=None, no_rope_layers=[1, 0, 1, 0], no_rope_layer_interval=0),
+    "granite": dict(layer_types=["full_attention"] * 3, sliding_window=None),
+    "granitemoe": dict(mlp_bias=True, output_router_logits=True),
+    "qwen2_moe": dict(attention_bias=False, layer_types=None, mlp_only_layers=None),
+    "gpt_oss": dict(layer_types=None, num_experts=4, experts_per_token=9, mlp_bias=True),
     "olmoe": dict(head_dim=4, num_local_experts=5, output_router_logits=True),
     "gemma2": dict(attention_bias=None, hidden_act="gelu_pytorch_tanh", layer_types=None),
     "gemma3": dict(layer_types=None, sliding_window_pattern=2, use_bidirectional_attention=None),
@@ -423,7 +430,7 @@ def test_a_model_without_a_family_is_reported_with_the_nearest_one(tiny):
     section = {**tiny.model.to_dict(), "attention": "lg", "window": 4, "embed_scale": 2.0}
     with pytest.raises(ConfigError) as error:
         config_json.to_config(section)
-    assert "nearest is Qwen2ForCausalLM" in str(error.value)
+    assert "nearest is SmolLM3ForCausalLM" in str(error.value)
     assert "model.embed_scale is 1.0, not 2.0" in str(error.value)
 
 

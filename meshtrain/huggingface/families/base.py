@@ -73,6 +73,8 @@ class Family:
     default_layers: Callable[[Config], str] = lambda config: "g"
     # False: transformers ignores layer_types.
     uses_layer_types: bool = True
+    # Returns a config.json with what transformers derives from keys that are missing.
+    standardize: Callable[[Config], Config] = lambda config: config
     # Returns an error for each fault in the keys that only this family has.
     faults: Callable[[Config], list[str]] = lambda config: []
     # Returns the keys of a section that `keys` does not convert.
@@ -169,6 +171,45 @@ def last_layers_local(config: Config) -> str:
     is_used = config.get("use_sliding_window", True) and config["sliding_window"] is not None
     first_local = config["max_window_layers"] if is_used else math.inf
     return "".join("l" if i >= first_local else "g" for i in range(config["num_hidden_layers"]))
+
+
+def shortest_pattern(letters: str) -> str:
+    """Returns the shortest pattern that gives the letters of all layers if it is repeated."""
+    patterns = (letters[:period] for period in range(1, len(letters) + 1))
+    return next(pattern for pattern in patterns if repeat_to(len(letters), pattern) == letters)
+
+
+def repeat_to(num_layers: int, letters: str) -> str:
+    """Returns the letter of every layer: the pattern `letters`, repeated."""
+    return (letters * -(-num_layers // len(letters)))[:num_layers]
+
+
+# ---- biases of attention, and of the feed-forward ----
+
+
+def bias_faults(config: Config) -> list[str]:
+    if config["mlp_bias"] and not config["attention_bias"]:
+        return [
+            f"mlp_bias={config['mlp_bias']}, attention_bias={config['attention_bias']}: biases of "
+            "the feed-forward alone are not supported"
+        ]
+    return []
+
+
+def attention_bias_to_section(config: Config) -> Section:
+    return dict.fromkeys(("qkv_bias", "out_bias"), bool(config["attention_bias"]))
+
+
+def biases_to_section(config: Config) -> Section:
+    return attention_bias_to_section(config) | {"bias": bool(config["mlp_bias"])}
+
+
+def attention_bias_to_config(section: Section) -> Config:
+    return {"attention_bias": section["bias"] or (section["qkv_bias"] and section["out_bias"])}
+
+
+def biases_to_config(section: Section) -> Config:
+    return attention_bias_to_config(section) | {"mlp_bias": section["bias"]}
 
 
 # ---- mixtures of experts ----
