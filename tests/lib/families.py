@@ -49,6 +49,10 @@ FAMILIES = {
     "smollm 3": dict(
         **dict(rope_layers="rn", num_layers=3, tie_embeddings=True, qkv_bias=True, out_bias=True),
     ),
+    "rope pattern after a dense layer": dict(
+        **dict(rope_layers="rn", num_layers=4, first_dense_layers=1, attention="gl", window=4),
+        **dict(num_experts=4, experts_per_token=2, d_expert=12),
+    ),
     "granite": dict(
         **dict(embed_scale=12.0, branch_scale=0.22, query_scale=0.05, logit_scale=0.125),
         **dict(logit_softcap=3.0),
