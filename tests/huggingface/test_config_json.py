@@ -299,6 +299,12 @@ ROWS = [
         dict(attention="lg", router="topk_softmax"),
     ),
     ("qwen2_moe", dict(layer_types=None, use_sliding_window=False), dict(attention="g")),
+    (
+        "qwen2_moe",
+        dict(layer_types=None, use_sliding_window=False, sliding_window=0),
+        dict(attention="g"),
+    ),
+    ("qwen2_moe", dict(sliding_window=0), "sliding_window=0"),
     ("qwen2_moe", dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
     ("qwen2_moe", dict(mlp_only_layers=[0]), "mlp_only_layers=[0]"),
     ("qwen2_moe", dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size=0"),

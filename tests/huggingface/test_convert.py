@@ -446,6 +446,8 @@ def random_config(family, seed):
         )
     if family in ("deepseek_v2", "deepseek_v3"):
         return random_deepseek(transformers, family, common, pick)
+    if family in PIECES:
+        return random_piece(transformers, family, common, pick, window=window, types=types)
     if family == "mixtral":
         return transformers.MixtralConfig(**common, sliding_window=pick(None, window))
     if family == "qwen3_moe":
@@ -467,6 +469,75 @@ def random_config(family, seed):
         full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=70.0)
     )
     return transformers.Gemma3TextConfig(**common | dict(rope_parameters=by_layer))
+
+
+PIECES = ("olmo2", "olmo3", "smollm3", "granite", "granitemoe", "qwen2_moe", "gpt_oss")
+
+
+def random_piece(transformers, family, common, pick, *, window, types):
+    """Returns a config of a family that has a piece of maths of its own."""
+    num_layers = common["num_hidden_layers"]
+    has_bias = bool(pick(0, 1))
+    common |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    experts = dict(num_experts_per_tok=int(pick(1, 2, 3)))
+    factors = dict(
+        embedding_multiplier=float(pick(1.0, 12.0)),
+        residual_multiplier=float(pick(0.22, 1.5)),
+        attention_multiplier=float(pick(0.05, 0.5)),
+        logits_scaling=float(pick(0.3, 7.0)),
+    )
+    if family == "olmo2":
+        return transformers.Olmo2Config(**common, attention_bias=has_bias)
+    if family == "olmo3":
+        full = dict(rope_type="default", rope_theta=9.0)
+        local = dict(rope_type="default", rope_theta=70.0)
+        common["rope_parameters"] = pick(
+            {"full_attention": full, "sliding_attention": local},
+            {"full_attention": common["rope_parameters"], "sliding_attention": local},
+        )
+        options = dict(sliding_window=window, layer_types=types, attention_bias=has_bias)
+        return transformers.Olmo3Config(**common, **options)
+    if family == "smollm3":
+        return transformers.SmolLM3Config(
+            **common,
+            attention_bias=has_bias,
+            mlp_bias=has_bias and bool(pick(0, 1)),
+            no_rope_layers=pick(None, [int(pick(0, 1)) for _ in range(num_layers)]),
+            no_rope_layer_interval=int(pick(1, 2)),
+            use_sliding_window=bool(pick(0, 1)),
+            sliding_window=window,
+        )
+    if family == "granite":
+        return transformers.GraniteConfig(
+            **common, **factors, attention_bias=has_bias, mlp_bias=has_bias and bool(pick(0, 1))
+        )
+    if family == "granitemoe":
+        return transformers.GraniteMoeConfig(
+            **common, **factors, **experts, attention_bias=has_bias, num_local_experts=4
+        )
+    if family == "qwen2_moe":
+        return transformers.Qwen2MoeConfig(
+            **common,
+            **experts,
+            num_experts=int(pick(3, 5)),
+            moe_intermediate_size=int(pick(5, 12)),
+            shared_expert_intermediate_size=int(pick(3, 24)),
+            norm_topk_prob=bool(pick(0, 1)),
+            qkv_bias=has_bias,
+            use_sliding_window=bool(pick(0, 1)),
+            sliding_window=window,
+            max_window_layers=int(pick(0, 2, 9)),
+        )
+    return transformers.GptOssConfig(
+        **common,
+        **experts,
+        num_local_experts=int(pick(3, 5)),
+        attention_bias=has_bias,
+        sliding_window=window,
+        layer_types=types,
+        swiglu_limit=float(pick(0.3, 7.0)),
+        swiglu_alpha=float(pick(0.5, 1.702)),
+    )
 
 
 def random_deepseek(transformers, family, common, pick):
@@ -509,7 +580,7 @@ def random_deepseek(transformers, family, common, pick):
 @pytest.mark.parametrize(
     "family",
     ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
-    + ["mixtral", "qwen3_moe", "olmoe", "dots1", "deepseek_v2", "deepseek_v3"],
+    + ["mixtral", "qwen3_moe", "olmoe", "dots1", "deepseek_v2", "deepseek_v3", *PIECES],
 )
 def test_random_models_round_trip_with_transformers(family, seed, tmp_path):
     """Logits stay the same after an import, and after an export loaded by transformers."""

@@ -13,6 +13,12 @@ NAMES = base.MOE_NAMES | {
 SHARED_WIDTH = "shared_expert_intermediate_size"
 
 
+def _without_unused_window(config: Config) -> Config:
+    """Returns a config.json without a window that is not used: transformers writes 0."""
+    is_used = config.get("use_sliding_window", qwen.DEFAULTS["use_sliding_window"])
+    return config if is_used else config | {"sliding_window": None}
+
+
 def _to_section(config: Config) -> Section:
     return qwen.moe_to_section(config) | {"num_shared_experts": 1}
 
@@ -61,6 +67,7 @@ QWEN2_MOE = Family(
     | {"d_expert": "moe_intermediate_size", "d_shared": SHARED_WIDTH, "qkv_bias": "qkv_bias"},
     minimums={"max_window_layers": 0},
     default_layers=_every_second_local,
+    standardize=_without_unused_window,
     faults=base.balance_loss_faults,
     to_section=_to_section,
     to_config=_to_config,
