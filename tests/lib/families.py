@@ -43,7 +43,7 @@ FAMILIES = {
     ),
     "olmo 3": dict(
         **dict(qk_norm=True, qk_norm_heads="all", num_kv_heads=2, pre_norm=False, post_norm=True),
-        **dict(attention="lg", window=5, rope_theta_local=1e4),
+        **dict(attention="lg", window=5, rope_theta_local=1e4, branch_scale=0.4),
         **dict(rope_scaling=("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)),
     ),
     "smollm 3": dict(
