@@ -184,8 +184,14 @@ def get_config() -> ConfigDict:
     # global layers
     model.rope_theta_local = 0.0
     # scaling of the rope frequencies: () for none, or a kind ("linear", "llama3", "yarn",
-    # "dynamic") and its values, such as ("linear", FACTOR); meshtrain/models/rope.py documents them
+    # "dynamic", "longrope") and its values, such as ("linear", FACTOR); meshtrain/models/rope.py
+    # documents them
     model.rope_scaling = ()
+    # fraction of the dims of a head that rope rotates, the first ones: 0.5 of GLM, 0.25 of StableLM
+    model.rope_fraction = 1.0
+    # whether rope rotates adjacent dims (2 k, 2 k + 1), as in GLM and ERNIE, instead of
+    # (k, k + K / 2); latent attention always does
+    model.rope_interleaved = False
     model.mlp = "swiglu"  # feed-forward layer: "swiglu", "gelu" or "geglu"
     # routed experts of a layer, of which a token uses model.experts_per_token; 0: one feed-forward
     # layer for all tokens
@@ -213,6 +219,7 @@ def get_config() -> ConfigDict:
     model.balance_weight = 0.01
     model.router_z_loss = 0.0  # weight of logsumexp(router logits)^2 in the loss
     model.bias = False  # whether linear layers and LayerNorm have biases
+    model.norm_bias = False  # whether LayerNorm has biases, also where linear layers have none
     model.qkv_bias = False  # whether the query, key and value projections have biases
     model.qk_norm = False  # whether queries and keys are normalized
     # heads that model.qk_norm normalizes together: "each", by itself (Qwen 3), or "all" (OLMoE)

@@ -7,9 +7,9 @@ from typing import Any
 from meshtrain import foreign
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import rope
+from meshtrain.huggingface import model_types, rope
 from meshtrain.huggingface.families import FAMILIES, base
-from meshtrain.huggingface.families.base import Config, Family, Section
+from meshtrain.huggingface.families.base import Config, Family, OtherType, Section
 from meshtrain.models import transformer_config
 from meshtrain.models.transformer_config import TransformerConfig
 
@@ -56,9 +56,10 @@ def read(path: Path) -> Config:
         "architectures": config.get("architectures"),
         "model_type": family.model_type if is_default else model_type,
     }
+    top_level = family.multimodal.defaults | config
     for key in TOP_LEVEL_KEYS:
-        if key in config:
-            language_model[key] = config[key]
+        if key in top_level:
+            language_model[key] = top_level[key]
     for key, value in text.items():
         if key not in family.multimodal.ignored_keys:
             language_model[key] = value
@@ -83,9 +84,15 @@ def family_of(config: Config) -> Family:
     named = _architectures(config)
     model_type = config.get("model_type")
     for family in FAMILIES:
+        other_type = _other_type(config, family)
         is_named = not family.architectures.isdisjoint(named)
-        if is_named or (not named and family.model_type == model_type):
-            if model_type not in (None, family.model_type):
+        # transformers ignores the name of code that a folder brings with it.
+        is_own_code = other_type is not None and other_type.architecture in named
+        is_typed = family.model_type == model_type or other_type is not None
+        if is_named or is_own_code or (not named and is_typed):
+            is_class = family.architecture in named and isinstance(model_type, str)
+            is_unknown = is_class and model_type not in model_types.OF_TRANSFORMERS
+            if not (model_type is None or is_typed or is_unknown):
                 raise ConfigError(
                     f"model_type={model_type!r}: transformers uses this model, not that of "
                     f"architectures={named}; make them agree"
@@ -95,6 +102,11 @@ def family_of(config: Config) -> Family:
     raise ConfigError(
         f"architectures={config.get('architectures')}: not supported; use a model of {supported}"
     )
+
+
+def _other_type(config: Config, family: Family) -> OtherType | None:
+    model_type = config.get("model_type")
+    return family.other_types.get(model_type) if isinstance(model_type, str) else None
 
 
 def _architectures(config: Config) -> list[str]:
@@ -109,13 +121,15 @@ ZERO_FOR_NULL = ("q_lora_rank", "attention_softcap", "logit_softcap")
 
 NULLABLE = ("num_kv_heads", "head_dim", *ZERO_FOR_NULL)
 
+# Keys of a section whose value may be 0.
+ZERO_ALLOWED = ("num_shared_experts",)
+
 # Types of the values in a section.
 VALUE_TYPES: dict[str, type] = typing.get_type_hints(TransformerConfig)
 
 # Of keys that any config.json may have; see Family.supported_values.
 SUPPORTED_VALUES = {
     "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1.0),
     "use_bidirectional_attention": (None, False),
     "is_causal": (True,),  # null is bidirectional
     "per_layer_config": (None,),
@@ -129,8 +143,9 @@ def to_section(config: Config) -> Section:
     Raises ConfigError with all unsupported keys.
     """
     family = family_of(config)
+    omitted = _omitted_keys(config, family)
     config = with_defaults(config, family)
-    faults = _faults(config, family)
+    faults = [*omitted, *_faults(config, family)]
     if faults:
         raise ConfigError(*faults)
     section = SECTION_DEFAULTS | family.section
@@ -150,11 +165,35 @@ def to_section(config: Config) -> Section:
 
 def with_defaults(config: Config, family: Family) -> Config:
     """Returns a config.json with the keys that it omits, and without other names of keys."""
-    config = family.defaults | config
-    for alias, key in family.aliases.items():
+    other_type = _other_type(config, family) or OtherType()
+    config = family.standardize(other_type.standardize(config))
+    config = family.defaults | other_type.defaults | config
+    for alias, key in (family.aliases | other_type.aliases).items():
         if alias in config:
             config = config | {key: config[alias]}
     return config
+
+
+def _omitted_keys(config: Config, family: Family) -> list[str]:
+    """Returns an error for each key that a config.json of an unknown model type omits.
+
+    Its defaults are those of a config class that transformers does not have.
+    """
+    model_type = config.get("model_type")
+    if model_type in (None, family.model_type) or _other_type(config, family):
+        return []
+    given = {*config, *(key for alias, key in family.aliases.items() if alias in config)}
+    rope_dicts = [base.json_object(config, key) for key in ("rope_parameters", "rope_scaling")]
+    if any("rope_theta" in parameters for parameters in rope_dicts):
+        given.add("rope_theta")
+    # The shapes of the tensors show these two.
+    given |= {"head_dim", "tie_word_embeddings"}
+    return [
+        f"{key}: missing; model_type={model_type!r} may have another default than "
+        f"{family.model_type!r}"
+        for key in family.defaults
+        if key not in given
+    ]
 
 
 def _faults(config: Config, family: Family) -> list[str]:
@@ -167,9 +206,6 @@ def _faults(config: Config, family: Family) -> list[str]:
     if not faults:
         faults = _head_size_faults(config, family)
     return faults + family.faults(config)
-
-
-MAX_LAYERS = 10_000  # a list with an entry for each layer is made from the number
 
 
 def _value_faults(config: Config, family: Family) -> list[str]:
@@ -189,10 +225,14 @@ def _value_faults(config: Config, family: Family) -> list[str]:
         if not is_right_bool or not isinstance(value, value_type | int):
             actual = type(value).__name__
             faults.append(f"{hf_key}={value!r}: is of type {actual}, not {value_type.__name__}")
+        elif key in ZERO_ALLOWED and value == 0:
+            continue
         elif value_type is not bool and not base.is_positive(value):
             faults.append(f"{hf_key}={value!r}: is not a number above 0")
-        elif key == "num_layers" and value > MAX_LAYERS:
-            faults.append(f"{hf_key}={value}: is more than the {MAX_LAYERS:,} layers of any model")
+        elif key == "num_layers" and value > base.MAX_LAYERS:
+            faults.append(
+                f"{hf_key}={value}: is more than the {base.MAX_LAYERS:,} layers of any model"
+            )
     return faults
 
 
@@ -283,6 +323,10 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     """
     original = original or {}
     preferred = family_of(original) if original else None
+    aliases = {}
+    if preferred is not None:
+        other_type = _other_type(original, preferred) or OtherType()
+        aliases = preferred.aliases | other_type.aliases
     is_mixture = bool(section.get("num_experts"))
     candidates = [family for family in FAMILIES if family.is_mixture == is_mixture]
     candidates.sort(key=lambda family: family is not preferred)
@@ -290,18 +334,27 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     for family in candidates:
         config = _config_for(section, family)
         if family is preferred:
-            copied = {key: value for key, value in original.items() if key not in family.aliases}
+            copied = {key: value for key, value in original.items() if key not in aliases}
             config = copied | config
         config = NULL_TOKEN_IDS | config
         # Converting back finds whatever the family cannot express.
         try:
             differing = differences(section, to_section(config))
+            is_rejected = False
         except ConfigError as error:
             differing = list(error.faults)
+            is_rejected = True
         if not differing:
             return config
-        attempts.append((family, differing))
-    nearest, fewest = min(attempts, key=lambda attempt: len(attempt[1]))
+        attempts.append((family, is_rejected, differing))
+
+    def distance(attempt: tuple[Family, bool, list[str]]) -> tuple:
+        """Returns how far a family is: one difference is nearer than a config.json with a fault."""
+        family, is_rejected, differing = attempt
+        has_other_positions = family.section.get("positions", "rope") != section["positions"]
+        return family is not preferred, has_other_positions, len(differing) + is_rejected
+
+    nearest, _, fewest = min(attempts, key=distance)
     raise ConfigError(
         f"no supported architecture of transformers computes this model; the nearest is "
         f"{nearest.architecture}, where {', '.join(fewest)}"
@@ -322,7 +375,7 @@ def _config_for(section: Section, family: Family) -> Config:
     for key, hf_key in family.keys.items():
         config[hf_key] = (section[key] or None) if key in ZERO_FOR_NULL else section[key]
     if family.is_mixture:
-        expert_key = family.keys.get("d_expert", family.keys["d_ff"])
+        expert_key = family.keys["d_expert" if "d_expert" in family.keys else "d_ff"]
         config[expert_key] = section["d_expert"] or section["d_ff"]
     config |= family.to_config(section)
     if family.section.get("positions", "rope") == "rope":
@@ -383,6 +436,7 @@ def normalize(section: Section) -> Section:
     if section["v_head_dim"] == section["head_dim"]:
         section["v_head_dim"] = 0
     section["qkv_bias"] = section["qkv_bias"] or section["bias"]
+    section["norm_bias"] = section["norm"] == "layer" and (section["norm_bias"] or section["bias"])
     _normalize_rope(section, letters)
     section = transformer_config.effective(section)
     if section["num_experts"]:
@@ -405,6 +459,12 @@ def _normalize_rope(section: Section, letters: str) -> None:
         section["rope_theta_local"] = section["rope_theta_local"], ()
     if not has_rope or "g" not in letters:
         del section["rope_theta"], section["rope_scaling"]
+    if has_rope:
+        # Fractions that rotate the same number of dims are equal.
+        rotated = int(section["head_dim"] * section["rope_fraction"]) // 2 * 2
+        section["rope_fraction"] = rotated / section["head_dim"]
+    else:
+        del section["rope_fraction"], section["rope_interleaved"]
 
 
 def head_dim(section: Section) -> int:

@@ -329,7 +329,6 @@ NOT_EXPORTED = [
     ("gpt2", dict(head_dim=6), "model.head_dim is 8, not 6"),
     ("gpt2", dict(num_kv_heads=1), "model.num_kv_heads is 2, not 1"),
     ("gpt2", dict(bias=False), "model.bias"),
-    ("llama2", dict(num_heads=3, num_kv_heads=3), "hidden_size=16: is not a multiple"),
     ("gemma2", dict(num_heads=3, num_kv_heads=3), "hidden_size=16: is not a multiple"),
 ]
 

@@ -41,7 +41,7 @@ def test_an_export_in_shards_restores_every_bit(family, tmp_path, monkeypatch):
     run(GOLDEN / family, tmp_path / "run")
     run(tmp_path / "run", tmp_path / "back", "--max_shard_gb=14e-6")
     shards = sorted((tmp_path / "back").glob("*.safetensors"))
-    assert len(shards) > 2 and all(path.stat().st_size <= 14_000 for path in shards)
+    assert len(shards) > 1 and all(path.stat().st_size <= 14_000 for path in shards)
     assert tensor_bytes(tmp_path / "back") == tensor_bytes(GOLDEN / family)
     original, exported = (
         config_json.read(f / "config.json") for f in (GOLDEN / family, tmp_path / "back")

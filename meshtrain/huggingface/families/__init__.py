@@ -1,15 +1,25 @@
 """The list of all families. A new one is a file here and its line below."""
 
 from meshtrain.huggingface.families import (
+    cwm,
     deepseek,
     dots1,
+    ernie,
     gemma,
+    glm,
     gpt2,
+    helium,
     llama,
     mistral,
     mixtral,
     olmoe,
+    phi3,
     qwen,
+    seed_oss,
+    solar_open,
+    stablelm,
+    starcoder2,
+    youtu,
 )
 
 # A model without a config.json is exported as the first family that computes the same.
@@ -27,4 +37,21 @@ FAMILIES = (
     deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,
     gpt2.GPT2,
+    mistral.MINISTRAL,
+    cwm.CWM,
+    seed_oss.SEED_OSS,
+    starcoder2.STARCODER2,
+    stablelm.STABLELM,
+    gemma.GEMMA,
+    gemma.VAULTGEMMA,
+    phi3.PHI3,
+    glm.GLM,
+    glm.GLM4,
+    ernie.ERNIE,
+    helium.HELIUM,
+    youtu.YOUTU,
+    solar_open.SOLAR_OPEN,
+    glm.GLM4_MOE,
+    ernie.ERNIE_MOE,
+    glm.GLM4_MOE_LITE,
 )

@@ -29,6 +29,8 @@ CONFIG_KEYS = {  # key of a `model` section: key of config.json
     "tie_embeddings": "tie_word_embeddings",
 }
 
+MAX_LAYERS = 10_000  # a list with an entry for each layer is made from the number
+
 LAYER_LETTERS = {"full_attention": "g", "sliding_attention": "l"}
 LAYER_TYPES = {letter: name for name, letter in LAYER_LETTERS.items()}
 
@@ -41,6 +43,22 @@ class Multimodal:
     model_type: str
     # Keys of the language model that transformers ignores here.
     ignored_keys: tuple[str, ...] = ()
+    # The values in transformers of keys at the top level that config.json may omit.
+    defaults: Config = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OtherType:
+    """A model_type whose config class differs, but which transformers computes with a family."""
+
+    # Where they differ from those of the family.
+    defaults: Config = field(default_factory=dict)
+    # Other names of keys, which have priority.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # The architecture of files that were written for code of their own.
+    architecture: str | None = None
+    # Returns a config.json in the form of the family's own.
+    standardize: Callable[[Config], Config] = lambda config: config
 
 
 @dataclass(frozen=True)
@@ -73,6 +91,12 @@ class Family:
     default_layers: Callable[[Config], str] = lambda config: "g"
     # False: transformers ignores layer_types.
     uses_layer_types: bool = True
+    # The partial_rotary_factor of transformers if config.json has none; None: it supports only 1.
+    rope_fraction: float | None = None
+    # Returns a config.json with what transformers derives from keys that are missing.
+    standardize: Callable[[Config], Config] = lambda config: config
+    # Other model types that transformers computes with this family.
+    other_types: Mapping[str, OtherType] = field(default_factory=dict)
     # Returns an error for each fault in the keys that only this family has.
     faults: Callable[[Config], list[str]] = lambda config: []
     # Returns the keys of a section that `keys` does not convert.

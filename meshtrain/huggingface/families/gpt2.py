@@ -1,6 +1,6 @@
 """GPT-2."""
 
-from meshtrain.huggingface.families.base import Config, Family, Section, is_number
+from meshtrain.huggingface.families.base import Config, Family, OtherType, Section, is_number
 
 # GPT-2 stores linear layers as [in, out].
 NAMES = {
@@ -82,6 +82,7 @@ GPT2 = Family(
         "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions",
     },
+    other_types={"gpt-sw3": OtherType()},
     to_section=_to_section,
     to_config=_to_config,
     prefixes=(("transformer.", "transformer."), ("lm_head.", "lm_head."), ("", "transformer.")),

@@ -1,0 +1,216 @@
+"""GLM-4 (glm and glm4), and GLM-4.5 (glm4_moe): rope in half of the dims of a head."""
+
+import dataclasses
+
+from meshtrain.huggingface.families import base, deepseek, phi3
+from meshtrain.huggingface.families.base import Config, Family, OtherType, Section
+
+# ---- dense models: rope rotates adjacent dims ----
+
+NAMES = base.NAMES | phi3.GATE_UP_NAMES
+
+# post_attention_layernorm is the norm before the feed-forward, as in Llama.
+GLM4_NAMES = NAMES | {
+    "layers/attention_post_norm/scale": "model.layers.*.post_self_attn_layernorm.weight D",
+    "layers/mlp_post_norm/scale": "model.layers.*.post_mlp_layernorm.weight D",
+}
+
+DENSE_DEFAULTS = base.COMMON_DEFAULTS | {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "max_position_embeddings": 131072,
+    "hidden_act": "silu",
+    "attention_bias": True,
+}
+
+SUPPORTED_VALUES = base.SILU_ONLY | {"attention_bias": (True, False)}
+
+
+def _to_section(config: Config) -> Section:
+    # The output projection has no bias.
+    return {"qkv_bias": config["attention_bias"]}
+
+
+def _to_config(section: Section) -> Config:
+    return {"attention_bias": section["qkv_bias"]}
+
+
+GLM = Family(
+    architecture="GlmForCausalLM",
+    model_type="glm",
+    names=NAMES,
+    section={"rope_interleaved": True},
+    defaults=DENSE_DEFAULTS,
+    supported_values=SUPPORTED_VALUES,
+    uses_layer_types=False,
+    rope_fraction=0.5,
+    to_section=_to_section,
+    to_config=_to_config,
+)
+
+GLM4 = Family(
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    names=GLM4_NAMES,
+    section={"rope_interleaved": True, "post_norm": True},
+    defaults=DENSE_DEFAULTS,
+    supported_values=SUPPORTED_VALUES,
+    uses_layer_types=False,
+    rope_fraction=0.5,
+    to_section=_to_section,
+    to_config=_to_config,
+)
+
+# ---- mixtures of experts: rope rotates halves ----
+
+
+def _moe_to_section(config: Config) -> Section:
+    return {
+        **deepseek.router_to_section(config),
+        **_to_section(config),
+        "qk_norm": config["use_qk_norm"],
+    }
+
+
+def _moe_to_config(section: Section) -> Config:
+    return {
+        **deepseek.router_to_config(section),
+        **_to_config(section),
+        "use_qk_norm": section["qk_norm"],
+        deepseek.MTP_LAYERS: 0,
+    }
+
+
+def _sarvam_standardize(config: Config) -> Config:
+    return {"partial_rotary_factor": 1.0} | config
+
+
+GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    names=deepseek.EXPERT_NAMES,
+    section={"router": "sigmoid"},
+    defaults=base.COMMON_DEFAULTS
+    | deepseek.EXPERT_DEFAULTS
+    | {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        deepseek.FIRST_DENSE: 1,
+        "use_qk_norm": False,
+        deepseek.MTP_LAYERS: 1,
+    },
+    supported_values=SUPPORTED_VALUES
+    | {"use_qk_norm": (True, False), "norm_topk_prob": (True,), "scoring_func": ("sigmoid",)},
+    keys=deepseek.EXPERT_KEYS,
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": deepseek.MTP_LAYERS},
+    uses_layer_types=False,
+    rope_fraction=0.5,
+    other_types={
+        "sarvam_moe": OtherType(
+            defaults={
+                "num_key_value_heads": 4,
+                "head_dim": 64,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 8e6,
+                "moe_intermediate_size": 1024,
+                "num_experts_per_tok": 6,
+                "routed_scaling_factor": 2.5,
+                "use_qk_norm": True,
+                deepseek.MTP_LAYERS: 0,
+            },
+            aliases={
+                "num_experts": "n_routed_experts",
+                "num_shared_experts": "n_shared_experts",
+                "use_qkv_bias": "attention_bias",
+            },
+            standardize=_sarvam_standardize,
+        )
+    },
+    faults=deepseek.router_faults,
+    to_section=_moe_to_section,
+    to_config=_moe_to_config,
+    left_out_prefixes=deepseek.mtp_prefixes,
+    fused=base.MOE_FUSED,
+)
+
+# ---- GLM-4.7-Flash: latent attention ----
+
+LAYER_TYPES = "mlp_layer_types"
+
+
+def _lite_standardize(config: Config) -> Config:
+    """Returns a config.json with the kind of each layer: sparse, except in the first one."""
+    num_layers = config.get("num_hidden_layers")
+    has_default = config.get(LAYER_TYPES) is None and base.is_count(num_layers)
+    if has_default and num_layers <= base.MAX_LAYERS:
+        return config | {LAYER_TYPES: _layer_types(num_layers, 1)}
+    return config
+
+
+def _layer_types(num_layers: int, num_dense: int) -> list[str]:
+    return ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+
+
+def _lite_faults(config: Config) -> list[str]:
+    """Returns an error unless dense layers, then layers with experts, are listed."""
+    types, num_layers = config.get(LAYER_TYPES), config.get("num_hidden_layers")
+    if not base.is_count(num_layers) or num_layers > base.MAX_LAYERS:
+        return []  # reported elsewhere
+    num_dense = types.count("dense") if isinstance(types, list) else 0
+    if types != _layer_types(num_layers, num_dense) or num_dense == num_layers:
+        return [
+            f"{LAYER_TYPES}={types!r}: not supported; only dense layers, then sparse ones, of "
+            f"{num_layers}"
+        ]
+    return deepseek.router_faults(config)
+
+
+def _lite_to_section(config: Config) -> Section:
+    return {
+        **deepseek.router_to_section(config),
+        **deepseek.attention_to_section(config),
+        "first_dense_layers": config[LAYER_TYPES].count("dense"),
+    }
+
+
+def _lite_to_config(section: Section) -> Config:
+    return {
+        **deepseek.router_to_config(section),
+        **deepseek.attention_to_config(section),
+        LAYER_TYPES: _layer_types(section["num_layers"], section["first_dense_layers"]),
+        deepseek.MTP_LAYERS: 0,
+    }
+
+
+GLM4_MOE_LITE = dataclasses.replace(
+    deepseek.DEEPSEEK_V3,
+    architecture="Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    defaults=deepseek.DEEPSEEK_V3.defaults
+    | {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
+        "num_key_value_heads": 20,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "q_lora_rank": 768,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+    other_types={},
+    standardize=_lite_standardize,
+    faults=_lite_faults,
+    to_section=_lite_to_section,
+    to_config=_lite_to_config,
+)
