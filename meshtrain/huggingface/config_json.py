@@ -9,7 +9,7 @@ from meshtrain.configs import default
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import model_types, rope
 from meshtrain.huggingface.families import FAMILIES, base
-from meshtrain.huggingface.families.base import Config, Family, OtherType, Section
+from meshtrain.huggingface.families.base import Config, Family, Section
 from meshtrain.models import transformer_config
 from meshtrain.models.transformer_config import TransformerConfig
 
@@ -83,30 +83,32 @@ def family_of(config: Config) -> Family:
     """Returns the family of a config.json; raises ConfigError if it is not supported."""
     named = _architectures(config)
     model_type = config.get("model_type")
-    for family in FAMILIES:
-        other_type = _other_type(config, family)
-        is_named = not family.architectures.isdisjoint(named)
-        # transformers ignores the name of code that a folder brings with it.
-        is_own_code = other_type is not None and other_type.architecture in named
-        is_typed = family.model_type == model_type or other_type is not None
-        if is_named or is_own_code or (not named and is_typed):
-            is_class = family.architecture in named and isinstance(model_type, str)
-            is_unknown = is_class and model_type not in model_types.OF_TRANSFORMERS
-            if not (model_type is None or is_typed or is_unknown):
-                raise ConfigError(
-                    f"model_type={model_type!r}: transformers uses this model, not that of "
-                    f"architectures={named}; make them agree"
-                )
+    candidates = [family for family in FAMILIES if not family.architectures.isdisjoint(named)]
+    for family in candidates if named else FAMILIES:
+        if family.model_type == model_type:
             return family
-    supported = ", ".join(family.architecture for family in FAMILIES)
+    for family in FAMILIES:
+        # transformers ignores the name of code that a folder brings with it.
+        if family.model_type == model_type and family.own_architecture in named:
+            return family
+    if candidates:
+        family = candidates[0]
+        # The class of such a type is all that is known, except in a multimodal model.
+        is_unknown = (
+            isinstance(model_type, str)
+            and model_type not in model_types.OF_TRANSFORMERS
+            and family.architecture in named
+        )
+        if model_type is None or is_unknown:
+            return family
+        raise ConfigError(
+            f"model_type={model_type!r}: transformers uses this model, not that of "
+            f"architectures={named}; make them agree"
+        )
+    supported = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
     raise ConfigError(
         f"architectures={config.get('architectures')}: not supported; use a model of {supported}"
     )
-
-
-def _other_type(config: Config, family: Family) -> OtherType | None:
-    model_type = config.get("model_type")
-    return family.other_types.get(model_type) if isinstance(model_type, str) else None
 
 
 def _architectures(config: Config) -> list[str]:
@@ -165,10 +167,8 @@ def to_section(config: Config) -> Section:
 
 def with_defaults(config: Config, family: Family) -> Config:
     """Returns a config.json with the keys that it omits, and without other names of keys."""
-    other_type = _other_type(config, family) or OtherType()
-    config = family.standardize(other_type.standardize(config))
-    config = family.defaults | other_type.defaults | config
-    for alias, key in (family.aliases | other_type.aliases).items():
+    config = family.defaults | family.standardize(config)
+    for alias, key in family.aliases.items():
         if alias in config:
             config = config | {key: config[alias]}
     return config
@@ -180,7 +180,7 @@ def _omitted_keys(config: Config, family: Family) -> list[str]:
     Its defaults are those of a config class that transformers does not have.
     """
     model_type = config.get("model_type")
-    if model_type in (None, family.model_type) or _other_type(config, family):
+    if model_type in (None, family.model_type):
         return []
     given = {*config, *(key for alias, key in family.aliases.items() if alias in config)}
     rope_dicts = [base.json_object(config, key) for key in ("rope_parameters", "rope_scaling")]
@@ -323,10 +323,6 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     """
     original = original or {}
     preferred = family_of(original) if original else None
-    aliases = {}
-    if preferred is not None:
-        other_type = _other_type(original, preferred) or OtherType()
-        aliases = preferred.aliases | other_type.aliases
     is_mixture = bool(section.get("num_experts"))
     candidates = [family for family in FAMILIES if family.is_mixture == is_mixture]
     candidates.sort(key=lambda family: family is not preferred)
@@ -334,7 +330,7 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     for family in candidates:
         config = _config_for(section, family)
         if family is preferred:
-            copied = {key: value for key, value in original.items() if key not in aliases}
+            copied = {key: value for key, value in original.items() if key not in family.aliases}
             config = copied | config
         config = NULL_TOKEN_IDS | config
         # Converting back finds whatever the family cannot express.

@@ -30,8 +30,8 @@ T = TypeVar("T")
 # Some files also hold tensors that are not parameters: causal masks, and rope frequencies.
 NOT_PARAMETERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
-# End of the name of the only tensor that a layer measures.
-ROUTER_BIAS = ".e_score_correction_bias"
+# Ends of the name of the only tensor that a layer measures.
+ROUTER_BIAS = (".e_score_correction_bias", ".mlp.gate.expert_bias")
 
 
 def model_section(folder: Path) -> Section:

@@ -54,4 +54,11 @@ FAMILIES = (
     glm.GLM4_MOE,
     ernie.ERNIE_MOE,
     glm.GLM4_MOE_LITE,
+    # Other config classes of models above.
+    gpt2.GPT_SW3,
+    llama.INTERNLM3,
+    llama.IQUESTCODER,
+    llama.EXAONE,
+    deepseek.SARVAM_MLA,
+    glm.SARVAM_MOE,
 )

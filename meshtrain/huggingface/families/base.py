@@ -48,22 +48,8 @@ class Multimodal:
 
 
 @dataclass(frozen=True)
-class OtherType:
-    """A model_type whose config class differs, but which transformers computes with a family."""
-
-    # Where they differ from those of the family.
-    defaults: Config = field(default_factory=dict)
-    # Other names of keys, which have priority.
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    # The architecture of files that were written for code of their own.
-    architecture: str | None = None
-    # Returns a config.json in the form of the family's own.
-    standardize: Callable[[Config], Config] = lambda config: config
-
-
-@dataclass(frozen=True)
 class Family:
-    """One architecture of transformers.
+    """One architecture of transformers, with one config class: one model_type.
 
     Functions of a config.json get it with all defaults, those of a section get it with all keys.
     """
@@ -95,8 +81,9 @@ class Family:
     rope_fraction: float | None = None
     # Returns a config.json with what transformers derives from keys that are missing.
     standardize: Callable[[Config], Config] = lambda config: config
-    # Other model types that transformers computes with this family.
-    other_types: Mapping[str, OtherType] = field(default_factory=dict)
+    # The architecture of files with this model_type that were written for code of their own, which
+    # transformers does not need.
+    own_architecture: str | None = None
     # Returns an error for each fault in the keys that only this family has.
     faults: Callable[[Config], list[str]] = lambda config: []
     # Returns the keys of a section that `keys` does not convert.

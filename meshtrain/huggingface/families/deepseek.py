@@ -1,9 +1,10 @@
 """DeepSeek-V2 and V3: latent attention, groups of experts, and dense first layers."""
 
+import dataclasses
 import math
 
 from meshtrain.huggingface.families import base
-from meshtrain.huggingface.families.base import Config, Family, OtherType, Section
+from meshtrain.huggingface.families.base import Config, Family, Section
 from meshtrain.huggingface.tensor_rows import FIRST_LAYERS
 
 # ---- experts, which Dots1 has too ----
@@ -254,36 +255,6 @@ def mtp_prefixes(config: Config) -> tuple[str, ...]:
     return tuple(f"model.layers.{num_layers + number}." for number in range(num_further))
 
 
-# ---- Sarvam: the model of DeepSeek-V3, with another config class ----
-
-
-def _sarvam_standardize(config: Config) -> Config:
-    """Returns a config.json of Sarvam's own code in DeepSeek-V3's form."""
-    config = {key: value for key, value in config.items() if key != "head_dim"}
-    scaling = config.get("rope_scaling")
-    if isinstance(scaling, dict) and "deepseek_yarn" in (
-        scaling.get("type"),
-        scaling.get("rope_type"),
-    ):
-        config["rope_scaling"] = scaling | {"rope_type": "yarn"}
-    return config
-
-
-SARVAM = OtherType(
-    defaults={
-        "num_key_value_heads": None,
-        "n_routed_experts": 128,
-        "q_lora_rank": None,
-        "n_group": 1,
-        "topk_group": 1,
-        FIRST_DENSE: 1,
-        MTP_LAYERS: 0,
-    },
-    aliases={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
-    architecture="SarvamMLAForCausalLM",
-    standardize=_sarvam_standardize,
-)
-
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
@@ -313,11 +284,43 @@ DEEPSEEK_V3 = Family(
     keys=KEYS,
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": MTP_LAYERS},
     uses_layer_types=False,
-    other_types={"sarvam_mla": SARVAM},
     faults=router_faults,
     to_section=_v3_to_section,
     to_config=_v3_to_config,
     to_rope_config=to_rope_config,
     left_out_prefixes=mtp_prefixes,
     fused=base.MOE_FUSED,
+)
+
+# ---- Sarvam: the model of DeepSeek-V3, with another config class ----
+
+
+def _sarvam_standardize(config: Config) -> Config:
+    """Returns a config.json of Sarvam's own code in DeepSeek-V3's form."""
+    config = {key: value for key, value in config.items() if key != "head_dim"}
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict) and "deepseek_yarn" in (
+        scaling.get("type"),
+        scaling.get("rope_type"),
+    ):
+        config["rope_scaling"] = scaling | {"rope_type": "yarn"}
+    return config
+
+
+SARVAM_MLA = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="sarvam_mla",
+    own_architecture="SarvamMLAForCausalLM",
+    defaults=DEEPSEEK_V3.defaults
+    | {
+        "n_routed_experts": 128,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        FIRST_DENSE: 1,
+        MTP_LAYERS: 0,
+    },
+    aliases=DEEPSEEK_V3.aliases
+    | {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    standardize=_sarvam_standardize,
 )

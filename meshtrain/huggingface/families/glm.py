@@ -3,7 +3,7 @@
 import dataclasses
 
 from meshtrain.huggingface.families import base, deepseek, phi3
-from meshtrain.huggingface.families.base import Config, Family, OtherType, Section
+from meshtrain.huggingface.families.base import Config, Family, Section
 
 # ---- dense models: rope rotates adjacent dims ----
 
@@ -82,10 +82,6 @@ def _moe_to_config(section: Section) -> Config:
     }
 
 
-def _sarvam_standardize(config: Config) -> Config:
-    return {"partial_rotary_factor": 1.0} | config
-
-
 GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
@@ -111,32 +107,58 @@ GLM4_MOE = Family(
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": deepseek.MTP_LAYERS},
     uses_layer_types=False,
     rope_fraction=0.5,
-    other_types={
-        "sarvam_moe": OtherType(
-            defaults={
-                "num_key_value_heads": 4,
-                "head_dim": 64,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 8e6,
-                "moe_intermediate_size": 1024,
-                "num_experts_per_tok": 6,
-                "routed_scaling_factor": 2.5,
-                "use_qk_norm": True,
-                deepseek.MTP_LAYERS: 0,
-            },
-            aliases={
-                "num_experts": "n_routed_experts",
-                "num_shared_experts": "n_shared_experts",
-                "use_qkv_bias": "attention_bias",
-            },
-            standardize=_sarvam_standardize,
-        )
-    },
     faults=deepseek.router_faults,
     to_section=_moe_to_section,
     to_config=_moe_to_config,
     left_out_prefixes=deepseek.mtp_prefixes,
     fused=base.MOE_FUSED,
+)
+
+# ---- Sarvam: the model of GLM-4.5, with another config class and other names in its files ----
+
+SARVAM_NAMES = deepseek.EXPERT_NAMES | {
+    "tokens/embedding": "model.word_embeddings.weight V D",
+    "layers/attention/query/kernel": "model.layers.*.attention.query_key_value.weight 0@HK+GK+GK D",
+    "layers/attention/query/bias": "model.layers.*.attention.query_key_value.bias 0@HK+GK+GK",
+    "layers/attention/key/kernel": "model.layers.*.attention.query_key_value.weight 1@HK+GK+GK D",
+    "layers/attention/key/bias": "model.layers.*.attention.query_key_value.bias 1@HK+GK+GK",
+    "layers/attention/value/kernel": "model.layers.*.attention.query_key_value.weight 2@HK+GK+GK D",
+    "layers/attention/value/bias": "model.layers.*.attention.query_key_value.bias 2@HK+GK+GK",
+    "layers/attention/out/kernel": "model.layers.*.attention.dense.weight D HW",
+    "layers/attention/query_norm/scale": "model.layers.*.attention.query_layernorm.weight K",
+    "layers/attention/key_norm/scale": "model.layers.*.attention.key_layernorm.weight K",
+    "layers/mlp/measured/bias": "model.layers.*.mlp.gate.expert_bias E",
+}
+
+
+def _sarvam_standardize(config: Config) -> Config:
+    return {"partial_rotary_factor": 1.0} | config
+
+
+SARVAM_MOE = dataclasses.replace(
+    GLM4_MOE,
+    model_type="sarvam_moe",
+    own_architecture="SarvamMoEForCausalLM",
+    names=SARVAM_NAMES,
+    defaults=GLM4_MOE.defaults
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 8e6,
+        "moe_intermediate_size": 1024,
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        deepseek.MTP_LAYERS: 0,
+    },
+    aliases=GLM4_MOE.aliases
+    | {
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "use_qkv_bias": "attention_bias",
+    },
+    standardize=_sarvam_standardize,
 )
 
 # ---- GLM-4.7-Flash: latent attention ----
@@ -208,7 +230,6 @@ GLM4_MOE_LITE = dataclasses.replace(
         "routed_scaling_factor": 1.8,
     },
     aliases={"num_local_experts": "n_routed_experts"},
-    other_types={},
     standardize=_lite_standardize,
     faults=_lite_faults,
     to_section=_lite_to_section,

@@ -1,6 +1,8 @@
-"""GPT-2."""
+"""GPT-2, and GPT-SW3, which transformers computes with it."""
 
-from meshtrain.huggingface.families.base import Config, Family, OtherType, Section, is_number
+import dataclasses
+
+from meshtrain.huggingface.families.base import Config, Family, Section, is_number
 
 # GPT-2 stores linear layers as [in, out].
 NAMES = {
@@ -82,8 +84,9 @@ GPT2 = Family(
         "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions",
     },
-    other_types={"gpt-sw3": OtherType()},
     to_section=_to_section,
     to_config=_to_config,
     prefixes=(("transformer.", "transformer."), ("lm_head.", "lm_head."), ("", "transformer.")),
 )
+
+GPT_SW3 = dataclasses.replace(GPT2, model_type="gpt-sw3")
