@@ -92,6 +92,8 @@ class Family:
     to_config: Callable[[Section], Config] = lambda section: {}
     # Returns the keys of rope_scaling that only this family has.
     to_rope_config: Callable[[Section], Config] = lambda section: {}
+    # Whether files have empty tensors of shared experts if there are none.
+    has_empty_shared_experts: bool = False
     # (prefix in some files, prefix in `names`): the first that matches is replaced.
     prefixes: tuple[tuple[str, str], ...] = ()
     # Of tensors outside the language model.

@@ -229,6 +229,7 @@ DEEPSEEK_V2 = Family(
     to_section=_v2_to_section,
     to_config=_v2_to_config,
     to_rope_config=to_rope_config,
+    has_empty_shared_experts=True,
     fused=base.MOE_FUSED,
 )
 
@@ -289,6 +290,7 @@ DEEPSEEK_V3 = Family(
     to_config=_v3_to_config,
     to_rope_config=to_rope_config,
     left_out_prefixes=mtp_prefixes,
+    has_empty_shared_experts=True,
     fused=base.MOE_FUSED,
 )
 

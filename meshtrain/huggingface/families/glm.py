@@ -111,6 +111,7 @@ GLM4_MOE = Family(
     to_section=_moe_to_section,
     to_config=_moe_to_config,
     left_out_prefixes=deepseek.mtp_prefixes,
+    has_empty_shared_experts=True,
     fused=base.MOE_FUSED,
 )
 

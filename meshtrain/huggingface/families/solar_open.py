@@ -45,5 +45,6 @@ SOLAR_OPEN = Family(
     faults=deepseek.router_faults,
     to_section=_to_section,
     to_config=_to_config,
+    has_empty_shared_experts=True,
     fused=base.MOE_FUSED,
 )
