@@ -150,6 +150,24 @@ def test_trained_parameters_have_the_dtype_of_the_run(tmp_path, folder_of):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_a_run_of_an_earlier_version_is_exported_with_the_defaults_of_later_keys(tmp_path):
+    run(GOLDEN / "qwen3", tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    saved = manifest.read(checkpoints / "0")
+    for key in ("rope_fraction", "rope_interleaved", "norm_bias", "router_z_loss"):
+        del saved.config["model"][key]
+    (checkpoints / "0").rename(checkpoints / "0.partial")
+    (checkpoints / "0.partial" / "MANIFEST.json").unlink()
+    facts = {
+        key: getattr(saved, key)
+        for key in ("position", "time", "metrics", "loss_statistics", "mesh")
+    }
+    facts |= dict(processes=1, versions={}, config=saved.config, arrays=saved.arrays)
+    manifest.commit(checkpoints, 0, **facts)
+    run(tmp_path / "run", tmp_path / "back")
+    assert tensor_bytes(tmp_path / "back") == tensor_bytes(GOLDEN / "qwen3")
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"model.norm.weight": "int8"}', '{"a": []}', "7"])
 @pytest.mark.slow
 def test_a_damaged_list_of_dtypes_is_reported(text, tmp_path):
