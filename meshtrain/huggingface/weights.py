@@ -34,7 +34,7 @@ NOT_PARAMETERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 SHARED_EXPERTS = re.compile(r"\.shared_experts\.\w+\.weight$")
 
 # Ends of the name of the only tensor that a layer measures.
-ROUTER_BIAS = (".e_score_correction_bias", ".mlp.gate.expert_bias")
+ROUTER_BIAS = (".e_score_correction_bias", ".expert_bias")
 
 
 def model_section(folder: Path) -> Section:

@@ -256,6 +256,21 @@ FAMILIES = {
         moe_k=3,
         moe_num_shared_experts=2,
     ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **{**SMALL, "head_dim": 8},
+        rope_parameters=dict(ROPE),
+        rotary_dim=4,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+    ),
+    "hy_v3": lambda: transformers.HYV3Config(
+        **SMALL,
+        rope_parameters=dict(ROPE),
+        moe_intermediate_size=10,
+        num_experts=6,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+    ),
     "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(
         **{**SMALL_LATENT, **EXPERTS}, rope_parameters=ROPE, q_lora_rank=9
     ),
@@ -265,7 +280,7 @@ DEEPSEEK_FAMILIES = (
     "deepseek_v2_groups",
     "deepseek_v3",
 )  # written by transformers 5.24.0
-NEW_MIXTURES = ("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite")
+NEW_MIXTURES = ("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite", "minimax_m2", "hy_v3")
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1", *DEEPSEEK_FAMILIES, *NEW_MIXTURES)
 # Families without experts whose cache is tested: the kinds of rope.
 CACHED = ("glm4", "stablelm", "youtu")

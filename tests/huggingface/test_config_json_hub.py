@@ -363,6 +363,8 @@ EXTRA_KEYS = {  # keys of newer and older versions of transformers that do not c
     "solar_open": dict(intermediate_size=99, first_k_dense_replace=1, num_local_experts=6),
     "glm4_moe": dict(partial_rotary_factor=0.25, num_nextn_predict_layers=0),
     "ernie4_5_moe": dict(moe_layer_end_index=1, use_bias=None, moe_norm_min=1e-12),
+    "minimax_m2": dict(rotary_dim=4, output_router_logits=True, scoring_func="sigmoid"),
+    "hy_v3": dict(enable_moe_fp32_combine=False, num_nextn_predict_layers=1),
     "glm4_moe_lite": dict(mlp_layer_types=None, first_k_dense_replace=7, topk_method="noaux_tc"),
     "gpt2": dict(n_ctx=32, gradient_checkpointing=False, layer_types=["full_attention"] * 3),
 }
@@ -383,6 +385,7 @@ def test_a_null_window_means_global_attention():
 NEW_KEYS = ("rope_parameters", "dtype")
 # Another family, which is preferred, computes the same.
 SAME = {"seed_oss": "Qwen2ForCausalLM", "phi3": "LlamaForCausalLM", "helium": "GlmForCausalLM"}
+SAME |= {"hy_v3": "Dots1ForCausalLM"}
 SAME |= {"cwm": "MinistralForCausalLM", "glm4_moe_lite": "DeepseekV3ForCausalLM"}
 OLD_KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype")
 

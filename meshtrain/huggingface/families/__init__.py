@@ -9,7 +9,9 @@ from meshtrain.huggingface.families import (
     glm,
     gpt2,
     helium,
+    hunyuan,
     llama,
+    minimax,
     mistral,
     mixtral,
     olmoe,
@@ -54,6 +56,8 @@ FAMILIES = (
     glm.GLM4_MOE,
     ernie.ERNIE_MOE,
     glm.GLM4_MOE_LITE,
+    minimax.MINIMAX_M2,
+    hunyuan.HY_V3,
     # Other config classes of models above.
     gpt2.GPT_SW3,
     llama.INTERNLM3,

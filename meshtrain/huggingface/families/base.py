@@ -216,6 +216,45 @@ def balance_loss_weight(section: Section) -> float:
     return float(section["balance_weight"]) if has_loss else 0.0
 
 
+# ---- dense layers, then layers with experts, as a list of the kinds of all ----
+
+MLP_TYPES = "mlp_layer_types"
+
+
+def with_mlp_types(config: Config) -> Config:
+    """Returns a config.json with the kind of each layer: sparse, except the first one."""
+    num_layers = config.get("num_hidden_layers")
+    if config.get(MLP_TYPES) is None and is_count(num_layers) and num_layers <= MAX_LAYERS:
+        return config | {MLP_TYPES: _mlp_types(num_layers, 1)}
+    return config
+
+
+def _mlp_types(num_layers: int, num_dense: int) -> list[str]:
+    return ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+
+
+def mlp_type_faults(config: Config) -> list[str]:
+    """Returns an error unless dense layers, then at least one with experts, are listed."""
+    types, num_layers = config.get(MLP_TYPES), config.get("num_hidden_layers")
+    if not is_count(num_layers) or num_layers > MAX_LAYERS:
+        return []  # reported elsewhere
+    num_first = types.count("dense") if isinstance(types, list) else 0
+    if types == _mlp_types(num_layers, num_first) and num_first < num_layers:
+        return []
+    return [
+        f"{MLP_TYPES}={types!r}: not supported; only dense layers, then sparse ones, of "
+        f"{num_layers}"
+    ]
+
+
+def num_dense(config: Config) -> int:
+    return config[MLP_TYPES].count("dense")
+
+
+def mlp_types_to_config(section: Section) -> Config:
+    return {MLP_TYPES: _mlp_types(section["num_layers"], section["first_dense_layers"])}
+
+
 # ---- values in a config.json ----
 
 

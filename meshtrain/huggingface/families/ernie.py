@@ -101,5 +101,8 @@ ERNIE_MOE = Family(
     to_section=_moe_to_section,
     to_config=_moe_to_config,
     ignored_prefixes=("mtp", "model.mtp"),
-    fused=base.MOE_FUSED,
+    fused=base.MOE_FUSED
+    | {
+        "mlp.gate.moe_statics.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias",)
+    },
 )

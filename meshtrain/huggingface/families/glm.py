@@ -164,41 +164,12 @@ SARVAM_MOE = dataclasses.replace(
 
 # ---- GLM-4.7-Flash: latent attention ----
 
-LAYER_TYPES = "mlp_layer_types"
-
-
-def _lite_standardize(config: Config) -> Config:
-    """Returns a config.json with the kind of each layer: sparse, except in the first one."""
-    num_layers = config.get("num_hidden_layers")
-    has_default = config.get(LAYER_TYPES) is None and base.is_count(num_layers)
-    if has_default and num_layers <= base.MAX_LAYERS:
-        return config | {LAYER_TYPES: _layer_types(num_layers, 1)}
-    return config
-
-
-def _layer_types(num_layers: int, num_dense: int) -> list[str]:
-    return ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
-
-
-def _lite_faults(config: Config) -> list[str]:
-    """Returns an error unless dense layers, then layers with experts, are listed."""
-    types, num_layers = config.get(LAYER_TYPES), config.get("num_hidden_layers")
-    if not base.is_count(num_layers) or num_layers > base.MAX_LAYERS:
-        return []  # reported elsewhere
-    num_dense = types.count("dense") if isinstance(types, list) else 0
-    if types != _layer_types(num_layers, num_dense) or num_dense == num_layers:
-        return [
-            f"{LAYER_TYPES}={types!r}: not supported; only dense layers, then sparse ones, of "
-            f"{num_layers}"
-        ]
-    return deepseek.router_faults(config)
-
 
 def _lite_to_section(config: Config) -> Section:
     return {
         **deepseek.router_to_section(config),
         **deepseek.attention_to_section(config),
-        "first_dense_layers": config[LAYER_TYPES].count("dense"),
+        "first_dense_layers": base.num_dense(config),
     }
 
 
@@ -206,7 +177,7 @@ def _lite_to_config(section: Section) -> Config:
     return {
         **deepseek.router_to_config(section),
         **deepseek.attention_to_config(section),
-        LAYER_TYPES: _layer_types(section["num_layers"], section["first_dense_layers"]),
+        **base.mlp_types_to_config(section),
         deepseek.MTP_LAYERS: 0,
     }
 
@@ -231,8 +202,8 @@ GLM4_MOE_LITE = dataclasses.replace(
         "routed_scaling_factor": 1.8,
     },
     aliases={"num_local_experts": "n_routed_experts"},
-    standardize=_lite_standardize,
-    faults=_lite_faults,
+    standardize=base.with_mlp_types,
+    faults=lambda config: base.mlp_type_faults(config) or deepseek.router_faults(config),
     to_section=_lite_to_section,
     to_config=_lite_to_config,
 )

@@ -338,6 +338,9 @@ def test_a_fused_tensor_holds_its_parts_one_after_the_other():
     parts = [kernel.reshape(16, -1).T for kernel in kernels]
     np.testing.assert_array_equal(np.concatenate(parts), fused)
     assert [len(part) for part in parts] == [16, 8, 8]
+    fused = arrays(GOLDEN / "phi3")["model.layers.1.mlp.gate_up_proj.weight"]
+    gate, up = (np.asarray(params["layers"]["mlp"][name]["kernel"][1]).T for name in ("gate", "up"))
+    np.testing.assert_array_equal(np.concatenate([gate, up]), fused)
 
 
 @pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj"])

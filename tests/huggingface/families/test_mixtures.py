@@ -15,6 +15,7 @@ from meshtrain.config import load as configfile
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json, files, weights
+from meshtrain.huggingface.families import hunyuan
 from meshtrain.inference import generate as inference_generate
 from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.state import TrainState
@@ -22,7 +23,7 @@ from tests.lib.hf import BF16, GOLDEN, arrays, assert_same_generation, load, run
 
 SLOW = pytest.mark.slow
 FAMILIES = ("dots1", "mixtral", "olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-FAMILIES += ("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite")
+FAMILIES += ("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite", "hy_v3", "minimax_m2")
 GATED = ("mlp.experts", ("gate_proj", "up_proj", "down_proj"))
 # By family: the names that save_pretrained(save_original_format=False) of transformers writes.
 FUSED = {
@@ -32,7 +33,15 @@ FUSED = {
     "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
     "olmoe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
     "qwen3_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
-    **dict.fromkeys(("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite"), GATED),
+    **dict.fromkeys(("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite", "hy_v3"), GATED),
+    "minimax_m2": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+}
+RENAMED = {
+    "minimax_m2": {"mlp.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias"},
+    "ernie4_5_moe": {
+        "mlp.gate.moe_statics.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"
+    },
+    "hy_v3": {name: in_file for name, (in_file,) in hunyuan.RENAMED.items()},
 }
 
 
@@ -50,9 +59,11 @@ def fused(family):
         )
         tensors[f"{prefix}mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         tensors[f"{prefix}mlp.experts.down_proj"] = down
-        if family == "mixtral":
+        if family in ("mixtral", "minimax_m2"):
             name = f"{prefix}block_sparse_moe.gate.weight"
             tensors[f"{prefix}mlp.gate.weight"] = tensors.pop(name)
+        for name, in_file in RENAMED.get(family, {}).items():
+            tensors[f"{prefix}{name}"] = tensors.pop(f"{prefix}{in_file}")
     return tensors
 
 
