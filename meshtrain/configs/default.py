@@ -187,8 +187,14 @@ def get_config() -> ConfigDict:
     # global layers
     model.rope_theta_local = 0.0
     # scaling of the rope frequencies: () for none, or a kind ("linear", "llama3", "yarn",
-    # "dynamic") and its values, such as ("linear", FACTOR); meshtrain/models/rope.py documents them
+    # "dynamic", "longrope") and its values, such as ("linear", FACTOR); meshtrain/models/rope.py
+    # documents them
     model.rope_scaling = ()
+    # fraction of the dims of a head that rope rotates, the first ones: 0.5 of GLM, 0.25 of StableLM
+    model.rope_fraction = 1.0
+    # whether rope rotates adjacent dims (2 k, 2 k + 1), as in GLM and ERNIE, instead of
+    # (k, k + K / 2); latent attention always does
+    model.rope_interleaved = False
     # feed-forward layer: "swiglu", "gelu", "geglu", or "clamped_swiglu" (gpt-oss), which is
     # (up + 1) gate sigmoid(glu_slope gate) after up is clamped to at most glu_limit and at least
     # -glu_limit, and gate to at most glu_limit
@@ -226,6 +232,7 @@ def get_config() -> ConfigDict:
     model.balance_weight = 0.01
     model.router_z_loss = 0.0  # weight of logsumexp(router logits)^2 in the loss
     model.bias = False  # whether linear layers and LayerNorm have biases
+    model.norm_bias = False  # whether LayerNorm has biases, also where linear layers have none
     model.qkv_bias = False  # whether the query, key and value projections have biases
     model.out_bias = False  # whether the output projection of attention has a bias
     model.expert_bias = False  # whether the router and the experts have biases (gpt-oss)

@@ -3,9 +3,9 @@
 The table of a family (Family.names) maps the path of a parameter to "TENSOR DIM DIM ...": the name
 of the tensor, and its dims in the file. "HK" is one dim in the file and two dims, H and K, in this
 package. A digit is an index into a fused tensor: 0 query, 1 key, 2 value; and so is a letter of two
-parts: a gate, b up. "bF" are two parts one after the other, "Fb" alternate. In the name, the first
-* stands for the index of the layer, and the second for that of the expert; E is a dim of a tensor
-of all experts.
+parts: "Fa" is gate, and "Fb" up, where both alternate. "1@HK+GK+GK" is part 1 of a dim that holds
+parts of different sizes one after the other. In the name, the first * stands for the index of the
+layer, and the second for that of the expert; E is a dim of a tensor of all experts.
 """
 
 import math
@@ -20,7 +20,8 @@ from meshtrain.models import base
 
 # V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, W that of values,
 # F feed-forward, L layers, E experts, U feed-forward of the shared experts. Of latent attention:
-# Q latent of the queries, C of keys and values, J = C + rope key, M = K without rope + W. I is 1
+# Q latent of the queries, C of keys and values, J = C + rope key, M = K without rope + W. I is 1. A
+# dim in the files alone: A of size 1
 
 # Dims in this package; the parameters under layers/ also have a leading dim L, those of the first
 # layers do not. Dims that the tensor of a family lacks do not apply: E if it has one tensor per
@@ -70,7 +71,7 @@ DIMS = {
 }
 
 # The index and the number of parts that a letter stands for.
-PARTS = {"0": (0, 3), "1": (1, 3), "2": (2, 3), "a": (0, 2), "b": (1, 2)}
+PARTS = {"0": (0, 3), "1": (1, 3), "2": (2, 3), "a": (0, 2), "b": (1, 2), "A": (0, 1)}
 
 # Then the number of the layer; the tables of the families leave it out.
 FIRST_LAYERS = f"{base.FIRST_LAYERS_KEY}/"
@@ -107,22 +108,39 @@ class Row:
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of each tensor in the file."""
-        return tuple(math.prod(map(self._size, dim)) for dim in self.dims)
+        return tuple(sum(map(self._dim_size, _parts(dim)[1])) for dim in self.dims)
 
     def parameter_view(self, tensor: np.ndarray) -> np.ndarray:
         """Returns a view of a tensor with the dims of the parameter, of one layer and expert."""
-        letters = "".join(self.dims)
+        letters = ""
+        for axis, dim in enumerate(self.dims):
+            number, parts = _parts(dim)
+            start = sum(map(self._dim_size, parts[:number]))
+            part = slice(start, start + self._dim_size(parts[number]))
+            tensor = tensor[(slice(None),) * axis + (part,)]
+            letters += parts[number]
         split = tensor.reshape([self._size(letter) for letter in letters])
         # Select a part of a fused tensor, such as the query, key or value.
-        values = split[
-            tuple(PARTS[letter][0] if letter in PARTS else slice(None) for letter in letters)
-        ]
+        values = split[tuple(_index(letter) for letter in letters)]
         file_order = [letter for letter in letters if letter not in PARTS]
         order = [letter for letter in _letters(self.path, self.sizes) if letter in file_order]
         return values.transpose([file_order.index(letter) for letter in order])
 
     def _size(self, letter: str) -> int:
         return PARTS[letter][1] if letter in PARTS else self.sizes[letter]
+
+    def _dim_size(self, letters: str) -> int:
+        return math.prod(map(self._size, letters))
+
+
+def _parts(dim: str) -> tuple[int, list[str]]:
+    """Returns the number of a parameter's part of a dim, and all parts: (0, [dim]) of most."""
+    number, _, parts = dim.rpartition("@")
+    return int(number or 0), parts.split("+")
+
+
+def _index(letter: str) -> int | slice:
+    return PARTS[letter][0] if letter in PARTS else slice(None)
 
 
 def rows(
@@ -143,7 +161,9 @@ def rows(
         else:
             name, *dims = table[path].split()
             first = section["first_dense_layers"]
-        sizes = _sizes(path, shape)
+        # The heads of the other parts of a fused tensor.
+        heads = {"H": section["num_heads"], "G": section["num_kv_heads"]}
+        sizes = heads | _sizes(path, shape)
         if "V" in sizes:
             sizes["V"] = section["vocab_size"]  # without the padding of this package
         rows.append(Row(path, name, tuple(dims), sizes, first))

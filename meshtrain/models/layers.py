@@ -63,7 +63,7 @@ class Block(nnx.Module):
         self, c: TransformerConfig, rngs: nnx.Rngs, make_attention: Callable, make_mlp: Callable
     ):
         def make_norm():
-            return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
+            return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.has_norm_bias)
 
         self.branch_scale = c.branch_scale
         # The order of these calls decides which random numbers each layer gets.
@@ -172,8 +172,14 @@ class Attention(nnx.Module):
             frequency_k, factor = self.c.rotation(
                 metadata.row_length, metadata.is_local, metadata.has_rope
             )
-            q_BSHK = rope(q_BSHK, metadata.positions_BS, frequency_k, factor)
-            k_BSGK = rope(k_BSGK, metadata.positions_BS, frequency_k, factor)
+            rotate = partial(
+                rope,
+                positions_BS=metadata.positions_BS,
+                frequency_k=frequency_k,
+                factor=factor,
+                interleaved=self.c.rope_interleaved,
+            )
+            q_BSHK, k_BSGK = rotate(q_BSHK), rotate(k_BSGK)
         return q_BSHK, k_BSGK
 
     def _combine(self, out_BSHK):

@@ -61,7 +61,9 @@ class EmbeddingAndHead(nnx.Module):
             self.positions = embedding(rngs, c.max_seq_len, c.d_model, axes=(None, "embed"))
         else:
             self.positions = None
-        self.final_norm = norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
+        self.final_norm = norm(
+            rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.has_norm_bias
+        )
         if c.tie_embeddings:
             self.output = None
         else:

@@ -70,6 +70,8 @@ class TransformerConfig:
     rope_theta: float = _key(above=0)
     rope_theta_local: float = _key(minimum=0)
     rope_scaling: tuple = _key()
+    rope_fraction: float = _key(above=0)
+    rope_interleaved: bool = _key()
     mlp: str = _key(choices=("swiglu", "gelu", "geglu", "clamped_swiglu"))
     glu_limit: float = _key(above=0, needs=("mlp", "clamped_swiglu"))
     glu_slope: float = _key(above=0, needs=("mlp", "clamped_swiglu"))
@@ -88,6 +90,7 @@ class TransformerConfig:
     balance_weight: float = _key(minimum=0, changes_logits=False)
     router_z_loss: float = _key(minimum=0, changes_logits=False)
     bias: bool = _key()
+    norm_bias: bool = _key()
     qkv_bias: bool = _key()
     out_bias: bool = _key()
     expert_bias: bool = _key(needs="num_experts")
@@ -192,8 +195,13 @@ class TransformerConfig:
 
     @property
     def rope_size(self) -> int:
-        """Number of dims of a head that rope rotates."""
-        return self.rope_head_dim or self.head_size
+        """Number of dims of a head that rope rotates: the first ones, in pairs."""
+        return self.rope_head_dim or 2 * (int(self.head_size * self.rope_fraction) // 2)
+
+    @property
+    def has_norm_bias(self) -> bool:
+        """Returns whether the norms before the sublayers, and the last one, have biases."""
+        return self.bias or self.norm_bias
 
     @property
     def has_rope(self) -> np.ndarray:
@@ -270,6 +278,8 @@ def _value_faults(c: TransformerConfig) -> list[str]:
         if rule["above"] is not None and not value > rule["above"]:
             faults.append(f"{name}={value}: use more than {rule['above']}")
     faults += implementations.faults("model.attention_impl", c.attention_impl)
+    if c.rope_fraction > 1:
+        faults.append(f"model.rope_fraction={c.rope_fraction}: use more than 0, and at most 1")
     if not 0 <= c.dropout < 1:
         faults.append(
             f"model.dropout={c.dropout}: is a probability; use 0 or more, and less than 1"
@@ -295,10 +305,15 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
             f"model.d_model={c.d_model} is not divisible by model.num_heads={c.num_heads}; "
             f"use a multiple, or set model.head_dim"
         )
-    elif c.positions == "rope" and c.rope_size == c.head_size and c.head_size % 2:
+    elif c.positions == "rope" and c.rope_fraction == 1 and not c.rope_head_dim and c.head_size % 2:
         faults.append(
             f"model.head_dim={c.head_size} (0: model.d_model / model.num_heads) is odd, but rope "
             "rotates pairs of dims; use an even head dim, or model.positions='learned'"
+        )
+    elif c.positions == "rope" and not c.rope_size:
+        faults.append(
+            f"model.rope_fraction={c.rope_fraction}: is less than 2 of {c.head_size} dims of a "
+            "head; use more, or model.positions='learned'"
         )
     if c.num_heads % c.num_kv_heads:
         faults.append(
@@ -321,12 +336,27 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
             f"model.rope_theta={c.rope_theta}: yarn needs frequencies that decrease; use more "
             "than 1"
         )
-    if kind == "dynamic" and c.rope_size < 4:
+    faults += _longrope_faults(c)
+    if kind == "dynamic" and 0 < c.rope_size < 4:
         key = "rope_head_dim" if c.rope_head_dim else "head_dim"
         faults.append(
             f"model.{key}={c.rope_size}: dynamic rope needs two frequencies or more; use 4 or more"
         )
     return faults + _latent_faults(c) + _expert_faults(c)
+
+
+def _longrope_faults(c: TransformerConfig) -> list[str]:
+    """Returns a fault unless longrope has two factors for each frequency."""
+    if not c.rope_scaling or c.rope_scaling[0] != "longrope" or c.positions != "rope":
+        return []
+    num_factors = len(c.rope_scaling) - 3
+    if num_factors == c.rope_size:
+        return []
+    return [
+        f"model.rope_scaling={tuple(c.rope_scaling)}: longrope has {num_factors} factors; use "
+        f"{c.rope_size // 2} short ones, then {c.rope_size // 2} long ones, for the {c.rope_size} "
+        "dims of a head that rope rotates"
+    ]
 
 
 def _latent_faults(c: TransformerConfig) -> list[str]:
@@ -355,6 +385,15 @@ def _latent_faults(c: TransformerConfig) -> list[str]:
     for key in ("qk_norm", "qkv_bias", "out_bias", "attention_sinks"):
         if getattr(c, key):
             faults.append(f"model.{key}=True: is not supported with {name}; use False")
+    if c.rope_interleaved:
+        faults.append(
+            f"model.rope_interleaved=True: with {name} rope always rotates adjacent dims; use False"
+        )
+    if c.rope_fraction != 1:
+        faults.append(
+            f"model.rope_fraction={c.rope_fraction}: with {name} rope rotates "
+            "model.rope_head_dim dims; use 1.0"
+        )
     return faults
 
 

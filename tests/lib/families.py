@@ -66,5 +66,14 @@ FAMILIES = {
         **dict(num_experts=4, experts_per_token=2, expert_bias=True, d_expert=12, head_dim=6),
         **dict(mlp="clamped_swiglu", glu_limit=0.4, rope_layers="nr"),
     ),
+    "glm 4": dict(
+        rope_fraction=0.5, rope_interleaved=True, head_dim=12, qkv_bias=True, post_norm=True
+    ),
+    "ernie 4.5": dict(rope_interleaved=True, rope_theta=5e5, qk_norm=True),
+    "stablelm": dict(norm="layer", norm_bias=True, rope_fraction=0.25, head_dim=16),
+    "longrope": dict(head_dim=8, rope_scaling=("longrope", 8, 1.2, 1, 1.5, 2, 3, 1, 4, 8, 9)),
+    "longrope, short rows, partial": dict(
+        **dict(head_dim=8, rope_fraction=0.5, rope_scaling=("longrope", 32, 1.2, 1.5, 2, 3, 4)),
+    ),
     "gpt-2": dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True),
 }

@@ -90,8 +90,8 @@ MOE = "model.layers.*.block_sparse_moe"
 
 MOE_NAMES = base.NAMES | {
     "layers/mlp/router/kernel": f"{MOE}.router.layer.weight E D",
-    "layers/mlp/gate/kernel": f"{MOE}.input_linear.weight E aF D",
-    "layers/mlp/up/kernel": f"{MOE}.input_linear.weight E bF D",
+    "layers/mlp/gate/kernel": f"{MOE}.input_linear.weight E 0@F+F D",
+    "layers/mlp/up/kernel": f"{MOE}.input_linear.weight E 1@F+F D",
     "layers/mlp/down/kernel": f"{MOE}.output_linear.weight E D F",
 }
 

@@ -6,6 +6,7 @@ Some of the sections also have an adapter, or other formulas, which are no keys 
 from collections.abc import Mapping
 from typing import Any
 
+from meshtrain.models import rope
 from meshtrain.tools.verify.pairwise import Row, pairwise
 from meshtrain.tools.verify.reference.adapter import Adapter
 
@@ -14,6 +15,10 @@ LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
 # Heads of 6 or 8 dims have frequencies that are kept, divided, and in between.
 YARN = ("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)
 DYNAMIC = ("dynamic", 4.0, 8)
+LONGROPE = ("longrope", 8, 1.2, 1.5, 4.0)  # `_compatible` gives it as many factors as it needs
+
+# 6 of 8 dims, or 4 of 6; of fewer dims, all.
+ROPE_FRACTION, SMALLEST_PARTIAL_HEAD = 0.75, 6
 
 ADAPTER = "adapter"  # key of the adapter in a section; None without one
 ADAPTERS = (
@@ -73,18 +78,24 @@ def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _compatible(c: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section without what latent attention does not support, if it has that."""
-    if not c["kv_lora_rank"]:
-        return c
-    return {
-        **c,
-        "qk_norm": False,
-        "qkv_bias": False,
-        "out_bias": False,
-        "attention_sinks": False,
-        "num_kv_heads": c["num_heads"],
-        "positions": "rope",
-    }
+    """Returns the section without what its attention does not support."""
+    head_dim = c["head_dim"] or c["d_model"] // c["num_heads"]
+    if c["kv_lora_rank"]:
+        c = {
+            **c,
+            "qk_norm": False,
+            "qkv_bias": False,
+            "out_bias": False,
+            "attention_sinks": False,
+            "num_kv_heads": c["num_heads"],
+            "positions": "rope",
+            "rope_interleaved": False,
+            "rope_fraction": 1.0,
+        }
+    elif head_dim < SMALLEST_PARTIAL_HEAD:
+        c = {**c, "rope_fraction": 1.0}
+    num_rotated = c["rope_head_dim"] or int(head_dim * c["rope_fraction"])
+    return {**c, "rope_scaling": rope.with_num_factors(c["rope_scaling"], num_rotated)}
 
 
 def _window(c: Mapping[str, Any]) -> int:
@@ -109,15 +120,16 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
             {"positions": "rope", "rope_scaling": LLAMA3},
             {"positions": "rope", "rope_scaling": YARN},
             {"positions": "rope", "rope_scaling": DYNAMIC},
+            {"positions": "rope", "rope_scaling": LONGROPE},
             {"positions": "learned", "rope_scaling": ()},
         ],
         choice("mlp", "swiglu", "gelu", "geglu", "clamped_swiglu"),
         choice("glu_limit", 0.4),
         [
-            {"bias": False, "qkv_bias": False, "out_bias": False},
-            {"bias": False, "qkv_bias": True, "out_bias": False},
-            {"bias": False, "qkv_bias": True, "out_bias": True},
-            {"bias": True, "qkv_bias": False, "out_bias": False},
+            {"bias": False, "qkv_bias": False, "out_bias": False, "norm_bias": False},
+            {"bias": False, "qkv_bias": True, "out_bias": False, "norm_bias": True},
+            {"bias": False, "qkv_bias": True, "out_bias": True, "norm_bias": False},
+            {"bias": True, "qkv_bias": False, "out_bias": False, "norm_bias": False},
         ],
         choice("attention_sinks", False, True),
         _experts(c),
@@ -136,6 +148,8 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
         choice("tie_embeddings", False, True),
         [{"attention": "g", "window": 0}, *({"attention": kind, **local} for kind in ("l", "lg"))],
         choice("rope_theta_local", 0.0, 100.0),
+        choice("rope_fraction", 1.0, ROPE_FRACTION),
+        choice("rope_interleaved", False, True),
         choice("attention_softcap", 0.0, SOFTCAP),
         choice("logit_softcap", 0.0, 3.0),
         choice("embed_scale", 1.0, 2.0),

@@ -130,16 +130,30 @@ def _capped(scores: jax.Array, cap: float) -> jax.Array:
 
 
 def _rope(x_BSHK: jax.Array, c: TransformerConfig, local: bool) -> jax.Array:
-    """Rotates each pair (k, k + K/2), as a complex number, by the angle position * frequency."""
+    """Rotates each pair of the first dims, as a complex number, by the angle position * frequency.
+
+    Of R rotated dims, a pair is (k, k + R/2), or (2 k, 2 k + 1) if the model interleaves them.
+    """
     S, K = x_BSHK.shape[1], x_BSHK.shape[3]
+    if not c.kv_lora_rank:
+        K = int(K * c.rope_fraction) // 2 * 2
     local_theta = local and c.rope_theta_local
     theta, scaling = (local_theta, ()) if local_theta else (c.rope_theta, c.rope_scaling)
     frequency_k = [_frequency(k, K, S, theta, *scaling) for k in range(K // 2)]
     angle_Sk = np.arange(S)[:, None] * np.array(frequency_k)
     length = _yarn_factor(*scaling[1:]) if scaling and scaling[0] == "yarn" else 1
-    z_BSHk = jax.lax.complex(x_BSHK[..., : K // 2], x_BSHK[..., K // 2 :])
+    if scaling and scaling[0] == "longrope":
+        length = scaling[2]
+    real_BSHk, imag_BSHk = x_BSHK[..., : K // 2], x_BSHK[..., K // 2 : K]
+    if c.rope_interleaved:
+        real_BSHk, imag_BSHk = x_BSHK[..., 0:K:2], x_BSHK[..., 1:K:2]
+    z_BSHk = jax.lax.complex(real_BSHk, imag_BSHk)
     z_BSHk = z_BSHk * (length * np.exp(1j * angle_Sk))[None, :, None, :]
-    return jnp.concatenate([z_BSHk.real, z_BSHk.imag], axis=-1)
+    if c.rope_interleaved:
+        rotated_BSHR = jnp.stack([z_BSHk.real, z_BSHk.imag], axis=-1).reshape(*x_BSHK.shape[:3], K)
+    else:
+        rotated_BSHR = jnp.concatenate([z_BSHk.real, z_BSHk.imag], axis=-1)
+    return jnp.concatenate([rotated_BSHR, x_BSHK[..., K:]], axis=-1)
 
 
 def _frequency(
@@ -152,6 +166,9 @@ def _frequency(
             theta *= (factor * S / length - (factor - 1)) ** (K / (K - 2))
         return theta ** (-2 * k / K)
     frequency = theta ** (-2 * k / K)
+    if kind == "longrope":
+        length, (_, *divisors) = factor, rest
+        return frequency / divisors[k + K // 2 if S > length else k]
     if kind == "llama3":
         return _llama3_frequency(frequency, factor, *rest)
     if kind == "yarn":
@@ -248,7 +265,7 @@ def initial_stddevs(c: TransformerConfig) -> dict[str, float]:
         f"{name}/{path}": one for name, found in layers.items() for path, one in found.items()
     }
     stddevs |= {"tokens/embedding": 0.02, "final_norm/scale": 0.0}
-    if c.bias and c.norm == "layer":
+    if (c.bias or c.norm_bias) and c.norm == "layer":
         stddevs["final_norm/bias"] = 0.0
     stddevs |= {"positions/embedding": 0.02} if c.positions == "learned" else {}
     return stddevs if c.tie_embeddings else stddevs | {"output/kernel": c.d_model**-0.5}
@@ -293,7 +310,7 @@ def _stddevs_of_layer(c: TransformerConfig, is_sparse: bool) -> dict[str, float]
     if is_sparse:
         of_mixture = reference_mixture.initial_stddevs(c)
         stddevs |= {f"mlp/{name}": one for name, one in of_mixture.items()}
-    if c.bias and c.norm == "layer":
+    if (c.bias or c.norm_bias) and c.norm == "layer":
         stddevs |= {f"{name}/bias": 0.0 for name in norms}
     if c.qk_norm:
         norms += ("attention/query_norm", "attention/key_norm")
