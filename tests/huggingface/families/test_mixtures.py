@@ -260,7 +260,7 @@ def test_a_run_with_experts_is_exported_as_the_first_family_that_computes_it(tin
         (dict(attention="lg", window=3, qk_norm=True), "model.router is 'sigmoid', not"),
         (
             dict(router="sigmoid", qk_norm=True, num_shared_experts=1, expert_groups=(4, 2)),
-            "n_group=4: are not groups of 2 or more of 4 experts",
+            "model.expert_groups is (), not (4, 2)",
         ),
     ],
     ids=str,
