@@ -179,20 +179,39 @@ def get_config() -> ConfigDict:
     model.norm = "rms"  # normalization: "rms", "layer", or "rms_1p", RMSNorm times 1 + scale
     model.norm_epsilon = 1e-5  # epsilon added to the variance in the norms
     model.positions = "rope"  # position encoding: "rope" or "learned"
+    # pattern of the layers with rope, repeated over the layers: "r" has rope, "n" has no positions
+    # at all (NoPE), as in "r" or "rrrn" (SmolLM3)
+    model.rope_layers = "r"
     model.rope_theta = 10000.0  # base of the rope frequencies; larger for longer sequences
     # base of the rope frequencies in local layers, to which rope_scaling does not apply; 0: as in
     # global layers
     model.rope_theta_local = 0.0
     # scaling of the rope frequencies: () for none, or a kind ("linear", "llama3", "yarn",
-    # "dynamic") and its values, such as ("linear", FACTOR); meshtrain/models/rope.py documents them
+    # "dynamic", "longrope") and its values, such as ("linear", FACTOR); meshtrain/models/rope.py
+    # documents them
     model.rope_scaling = ()
-    model.mlp = "swiglu"  # feed-forward layer: "swiglu", "gelu" or "geglu"
+    # fraction of the dims of a head that rope rotates, the first ones: 0.5 of GLM, 0.25 of StableLM
+    model.rope_fraction = 1.0
+    # whether rope rotates adjacent dims (2 k, 2 k + 1), as in GLM and ERNIE, instead of
+    # (k, k + K / 2); latent attention always does
+    model.rope_interleaved = False
+    # feed-forward layer: "swiglu", "gelu", "geglu", or "clamped_swiglu" (gpt-oss), which is
+    # (up + 1) gate sigmoid(glu_slope gate) after up is clamped to at most glu_limit and at least
+    # -glu_limit, and gate to at most glu_limit
+    model.mlp = "swiglu"
+    model.glu_limit = 7.0  # limit of "clamped_swiglu"
+    model.glu_slope = 1.702  # factor in the sigmoid of "clamped_swiglu"
     # routed experts of a layer, of which a token uses model.experts_per_token; 0: one feed-forward
     # layer for all tokens
     model.num_experts = 0
     model.experts_per_token = 2  # routed experts that a token uses
     model.d_expert = 0  # width of the feed-forward of an expert; 0: d_ff
     model.num_shared_experts = 0  # experts that all tokens use, in addition
+    # width of the feed-forward of all shared experts together; 0: num_shared_experts x d_expert
+    model.d_shared = 0
+    # whether the output of the shared experts is multiplied by a sigmoid of the token's own
+    # (Qwen2-MoE)
+    model.shared_gate = False
     model.first_dense_layers = 0  # layers at the start without experts, of width d_ff
     # weights of the experts: "topk_softmax", softmax over the chosen ones (Mixtral); "softmax",
     # over all experts; "sigmoid", sigmoids, divided by the sum of the chosen ones (DeepSeek-V3)
@@ -213,11 +232,16 @@ def get_config() -> ConfigDict:
     model.balance_weight = 0.01
     model.router_z_loss = 0.0  # weight of logsumexp(router logits)^2 in the loss
     model.bias = False  # whether linear layers and LayerNorm have biases
+    model.norm_bias = False  # whether LayerNorm has biases, also where linear layers have none
     model.qkv_bias = False  # whether the query, key and value projections have biases
+    model.out_bias = False  # whether the output projection of attention has a bias
+    model.expert_bias = False  # whether the router and the experts have biases (gpt-oss)
     model.qk_norm = False  # whether queries and keys are normalized
     # heads that model.qk_norm normalizes together: "each", by itself (Qwen 3), or "all" (OLMoE)
     model.qk_norm_heads = "each"
-    model.post_norm = False  # whether the outputs of attention and feed-forward are normalized
+    model.pre_norm = True  # whether the inputs of attention and feed-forward are normalized
+    # whether their outputs are normalized: in addition (Gemma 2), or instead (OLMo 2)
+    model.post_norm = False
     # pattern of layer kinds, repeated over the layers: "g" is global attention, "l" local attention
     # to the last model.window tokens, as in "g" or "lllllg"
     model.attention = "g"
@@ -227,8 +251,15 @@ def get_config() -> ConfigDict:
     model.dropout = 0.0
     model.query_scale = 0.0  # factor of the attention scores; 0: 1 / sqrt(head dim)
     model.attention_softcap = 0.0  # soft cap c of attention scores: c tanh(score / c); 0: none
+    # whether each head has a learned logit in the denominator of its softmax, an attention sink
+    # (gpt-oss): a query can attend to nothing
+    model.attention_sinks = False
     model.logit_softcap = 0.0  # soft cap c of the logits: c tanh(logit / c); 0: none
+    model.logit_scale = 1.0  # factor of the logits, before their soft cap
     model.embed_scale = 1.0  # factor of the token embeddings
+    # factor of the outputs of attention and feed-forward, before they are added to the residual
+    # stream (Granite)
+    model.branch_scale = 1.0
     model.tie_embeddings = False  # whether the output head is the embedding table
     model.z_loss = 0.0  # weight of logsumexp(logits)^2 in the loss; 1e-4 if the logits drift
     # implementation of attention: "xla"; "cudnn", fused, on NVIDIA GPUs; "blockwise", whose memory

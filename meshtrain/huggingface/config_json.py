@@ -7,7 +7,7 @@ from typing import Any
 from meshtrain import foreign
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import rope
+from meshtrain.huggingface import model_types, rope
 from meshtrain.huggingface.families import FAMILIES, base
 from meshtrain.huggingface.families.base import Config, Family, Section
 from meshtrain.models import transformer_config
@@ -56,9 +56,10 @@ def read(path: Path) -> Config:
         "architectures": config.get("architectures"),
         "model_type": family.model_type if is_default else model_type,
     }
+    top_level = family.multimodal.defaults | config
     for key in TOP_LEVEL_KEYS:
-        if key in config:
-            language_model[key] = config[key]
+        if key in top_level:
+            language_model[key] = top_level[key]
     for key, value in text.items():
         if key not in family.multimodal.ignored_keys:
             language_model[key] = value
@@ -82,16 +83,29 @@ def family_of(config: Config) -> Family:
     """Returns the family of a config.json; raises ConfigError if it is not supported."""
     named = _architectures(config)
     model_type = config.get("model_type")
-    for family in FAMILIES:
-        is_named = not family.architectures.isdisjoint(named)
-        if is_named or (not named and family.model_type == model_type):
-            if model_type not in (None, family.model_type):
-                raise ConfigError(
-                    f"model_type={model_type!r}: transformers uses this model, not that of "
-                    f"architectures={named}; make them agree"
-                )
+    candidates = [family for family in FAMILIES if not family.architectures.isdisjoint(named)]
+    for family in candidates if named else FAMILIES:
+        if family.model_type == model_type:
             return family
-    supported = ", ".join(family.architecture for family in FAMILIES)
+    for family in FAMILIES:
+        # transformers ignores the name of code that a folder brings with it.
+        if family.model_type == model_type and family.own_architecture in named:
+            return family
+    if candidates:
+        family = candidates[0]
+        # The class of such a type is all that is known, except in a multimodal model.
+        is_unknown = (
+            isinstance(model_type, str)
+            and model_type not in model_types.OF_TRANSFORMERS
+            and family.architecture in named
+        )
+        if model_type is None or is_unknown:
+            return family
+        raise ConfigError(
+            f"model_type={model_type!r}: transformers uses this model, not that of "
+            f"architectures={named}; make them agree"
+        )
+    supported = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
     raise ConfigError(
         f"architectures={config.get('architectures')}: not supported; use a model of {supported}"
     )
@@ -109,13 +123,15 @@ ZERO_FOR_NULL = ("q_lora_rank", "attention_softcap", "logit_softcap")
 
 NULLABLE = ("num_kv_heads", "head_dim", *ZERO_FOR_NULL)
 
+# Keys of a section whose value may be 0.
+ZERO_ALLOWED = ("num_shared_experts",)
+
 # Types of the values in a section.
 VALUE_TYPES: dict[str, type] = typing.get_type_hints(TransformerConfig)
 
 # Of keys that any config.json may have; see Family.supported_values.
 SUPPORTED_VALUES = {
     "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1.0),
     "use_bidirectional_attention": (None, False),
     "is_causal": (True,),  # null is bidirectional
     "per_layer_config": (None,),
@@ -129,8 +145,9 @@ def to_section(config: Config) -> Section:
     Raises ConfigError with all unsupported keys.
     """
     family = family_of(config)
+    omitted = _omitted_keys(config, family)
     config = with_defaults(config, family)
-    faults = _faults(config, family)
+    faults = [*omitted, *_faults(config, family)]
     if faults:
         raise ConfigError(*faults)
     section = SECTION_DEFAULTS | family.section
@@ -150,11 +167,33 @@ def to_section(config: Config) -> Section:
 
 def with_defaults(config: Config, family: Family) -> Config:
     """Returns a config.json with the keys that it omits, and without other names of keys."""
-    config = family.defaults | config
+    config = family.defaults | family.standardize(config)
     for alias, key in family.aliases.items():
         if alias in config:
             config = config | {key: config[alias]}
     return config
+
+
+def _omitted_keys(config: Config, family: Family) -> list[str]:
+    """Returns an error for each key that a config.json of an unknown model type omits.
+
+    Its defaults are those of a config class that transformers does not have.
+    """
+    model_type = config.get("model_type")
+    if model_type in (None, family.model_type):
+        return []
+    given = {*config, *(key for alias, key in family.aliases.items() if alias in config)}
+    rope_dicts = [base.json_object(config, key) for key in ("rope_parameters", "rope_scaling")]
+    if any("rope_theta" in parameters for parameters in rope_dicts):
+        given.add("rope_theta")
+    # The shapes of the tensors show these two.
+    given |= {"head_dim", "tie_word_embeddings"}
+    return [
+        f"{key}: missing; model_type={model_type!r} may have another default than "
+        f"{family.model_type!r}"
+        for key in family.defaults
+        if key not in given
+    ]
 
 
 def _faults(config: Config, family: Family) -> list[str]:
@@ -167,9 +206,6 @@ def _faults(config: Config, family: Family) -> list[str]:
     if not faults:
         faults = _head_size_faults(config, family)
     return faults + family.faults(config)
-
-
-MAX_LAYERS = 10_000  # a list with an entry for each layer is made from the number
 
 
 def _value_faults(config: Config, family: Family) -> list[str]:
@@ -189,10 +225,14 @@ def _value_faults(config: Config, family: Family) -> list[str]:
         if not is_right_bool or not isinstance(value, value_type | int):
             actual = type(value).__name__
             faults.append(f"{hf_key}={value!r}: is of type {actual}, not {value_type.__name__}")
+        elif key in ZERO_ALLOWED and value == 0:
+            continue
         elif value_type is not bool and not base.is_positive(value):
             faults.append(f"{hf_key}={value!r}: is not a number above 0")
-        elif key == "num_layers" and value > MAX_LAYERS:
-            faults.append(f"{hf_key}={value}: is more than the {MAX_LAYERS:,} layers of any model")
+        elif key == "num_layers" and value > base.MAX_LAYERS:
+            faults.append(
+                f"{hf_key}={value}: is more than the {base.MAX_LAYERS:,} layers of any model"
+            )
     return faults
 
 
@@ -229,7 +269,7 @@ def _head_size_faults(config: Config, family: Family) -> list[str]:
 def _attention_to_section(config: Config, family: Family) -> Section:
     """Returns `attention`, the shortest pattern of letters that gives all layers, and `window`."""
     num_layers = config["num_hidden_layers"]
-    letters = repeat_to(num_layers, family.default_layers(config))
+    letters = base.repeat_to(num_layers, family.default_layers(config))
     layer_types = config.get("layer_types")
     if layer_types is not None:
         default = letters
@@ -248,7 +288,7 @@ def _attention_to_section(config: Config, family: Family) -> Section:
             f"sliding_window={config.get('sliding_window')!r}{switch}: "
             f"{letters.count('l')} local layers need 1 or more"
         )
-    return {"attention": _shortest_pattern(letters), "window": window}
+    return {"attention": base.shortest_pattern(letters), "window": window}
 
 
 def _parse_layer_types(layer_types: Any, num_layers: int) -> str:
@@ -257,16 +297,6 @@ def _parse_layer_types(layer_types: Any, num_layers: int) -> str:
         names = ", ".join(base.LAYER_LETTERS)
         raise ConfigError(f"layer_types={layer_types}: use one of {names} for each layer")
     return "".join(base.LAYER_LETTERS[name] for name in layer_types)
-
-
-def _shortest_pattern(letters: str) -> str:
-    patterns = (letters[:period] for period in range(1, len(letters) + 1))
-    return next(pattern for pattern in patterns if repeat_to(len(letters), pattern) == letters)
-
-
-def repeat_to(num_layers: int, letters: str) -> str:
-    """Returns the letter of every layer: the pattern `letters`, repeated."""
-    return (letters * -(-num_layers // len(letters)))[:num_layers]
 
 
 # ---- section to config.json ----
@@ -296,12 +326,21 @@ def to_config(section: Section, original: Config | None = None) -> Config:
         # Converting back finds whatever the family cannot express.
         try:
             differing = differences(section, to_section(config))
+            is_rejected = False
         except ConfigError as error:
             differing = list(error.faults)
+            is_rejected = True
         if not differing:
             return config
-        attempts.append((family, differing))
-    nearest, fewest = min(attempts, key=lambda attempt: len(attempt[1]))
+        attempts.append((family, is_rejected, differing))
+
+    def distance(attempt: tuple[Family, bool, list[str]]) -> tuple:
+        """Returns how far a family is: one difference is nearer than a config.json with a fault."""
+        family, is_rejected, differing = attempt
+        has_other_positions = family.section.get("positions", "rope") != section["positions"]
+        return family is not preferred, has_other_positions, len(differing) + is_rejected
+
+    nearest, _, fewest = min(attempts, key=distance)
     raise ConfigError(
         f"no supported architecture of transformers computes this model; the nearest is "
         f"{nearest.architecture}, where {', '.join(fewest)}"
@@ -322,7 +361,7 @@ def _config_for(section: Section, family: Family) -> Config:
     for key, hf_key in family.keys.items():
         config[hf_key] = (section[key] or None) if key in ZERO_FOR_NULL else section[key]
     if family.is_mixture:
-        expert_key = family.keys.get("d_expert", family.keys["d_ff"])
+        expert_key = family.keys["d_expert" if "d_expert" in family.keys else "d_ff"]
         config[expert_key] = section["d_expert"] or section["d_ff"]
     config |= family.to_config(section)
     if family.section.get("positions", "rope") == "rope":
@@ -335,7 +374,7 @@ def _attention_to_config(section: Section, family: Family) -> Config:
     """Returns the keys of the window, and of the layers that have it."""
     if "sliding_window" not in family.defaults:
         return {}
-    letters = repeat_to(section["num_layers"], section["attention"])
+    letters = base.repeat_to(section["num_layers"], section["attention"])
     has_window = "l" in letters
     window = section["window"] if has_window else None
     has_switch = "use_sliding_window" in family.defaults
@@ -360,10 +399,12 @@ def differences(expected: Section, actual: Section) -> list[str]:
     """Returns a line for each key that makes two sections different models."""
     expected = normalize(expected)
     actual = normalize(actual)
+    # model.bias includes these.
+    included = ("qkv_bias", "out_bias") if expected["bias"] != actual["bias"] else ()
     return [
         f"model.{key} is {actual.get(key)!r}, not {value!r}"
         for key, value in expected.items()
-        if value != actual.get(key)
+        if value != actual.get(key) and key not in included
     ]
 
 
@@ -374,7 +415,7 @@ def normalize(section: Section) -> Section:
     """
     section = SECTION_DEFAULTS | section
     section["head_dim"] = head_dim(section)
-    letters = repeat_to(section["num_layers"], section["attention"])
+    letters = base.repeat_to(section["num_layers"], section["attention"])
     section["attention"] = letters
     if "l" not in letters:
         section["window"] = 0
@@ -382,15 +423,27 @@ def normalize(section: Section) -> Section:
         section["query_scale"] = (section["head_dim"] + section["rope_head_dim"]) ** -0.5
     if section["v_head_dim"] == section["head_dim"]:
         section["v_head_dim"] = 0
-    section["qkv_bias"] = section["qkv_bias"] or section["bias"]
+    for key in ("qkv_bias", "out_bias"):
+        section[key] = section[key] or section["bias"]
+    section["rope_layers"] = base.repeat_to(section["num_layers"], section["rope_layers"])
+    section["norm_bias"] = section["norm"] == "layer" and (section["norm_bias"] or section["bias"])
     _normalize_rope(section, letters)
     section = transformer_config.effective(section)
     if section["num_experts"]:
         section["d_expert"] = section["d_expert"] or section["d_ff"]
         section["expert_groups"] = tuple(section["expert_groups"])
+        if section["num_shared_experts"]:
+            _normalize_shared(section)
         if not section["first_dense_layers"]:
             del section["d_ff"]
     return section
+
+
+def _normalize_shared(section: Section) -> None:
+    """Replaces the number of shared experts by their width: nothing else depends on it."""
+    number = section["num_shared_experts"]
+    section["d_shared"] = section["d_shared"] or number * section["d_expert"]
+    section["num_shared_experts"] = 1
 
 
 def _normalize_rope(section: Section, letters: str) -> None:
@@ -405,6 +458,12 @@ def _normalize_rope(section: Section, letters: str) -> None:
         section["rope_theta_local"] = section["rope_theta_local"], ()
     if not has_rope or "g" not in letters:
         del section["rope_theta"], section["rope_scaling"]
+    if has_rope:
+        # Fractions that rotate the same number of dims are equal.
+        rotated = int(section["head_dim"] * section["rope_fraction"]) // 2 * 2
+        section["rope_fraction"] = rotated / section["head_dim"]
+    else:
+        del section["rope_fraction"], section["rope_interleaved"]
 
 
 def head_dim(section: Section) -> int:

@@ -199,7 +199,9 @@ def _export_checkpoint(
     """Converts a checkpoint to a Hugging Face folder and returns a summary."""
     workdir = find.workdir_of(directory)
     try:
-        section = _with_trained_length(saved.config["model"], saved.config["data"])
+        # A run of an earlier version lacks the keys that came later.
+        section = config_json.SECTION_DEFAULTS | saved.config["model"]
+        section = _with_trained_length(section, saved.config["data"])
         rules = saved.config["rules"]
         adapter = saved.config.get("adapter", {})
         model = model_of(section)

@@ -2,8 +2,10 @@
 
 The table of a family (Family.names) maps the path of a parameter to "TENSOR DIM DIM ...": the name
 of the tensor, and its dims in the file. "HK" is one dim in the file and two dims, H and K, in this
-package. A digit is an index into a fused tensor: 0 query, 1 key, 2 value. In the name, the first *
-stands for the index of the layer, and the second for that of the expert.
+package. A digit is an index into a fused tensor: 0 query, 1 key, 2 value; and so is a letter of two
+parts: "Fa" is gate, and "Fb" up, where both alternate. "1@HK+GK+GK" is part 1 of a dim that holds
+parts of different sizes one after the other. In the name, the first * stands for the index of the
+layer, and the second for that of the expert; E is a dim of a tensor of all experts.
 """
 
 import math
@@ -18,7 +20,8 @@ from meshtrain.models import base
 
 # V vocabulary, P positions, D model, H heads, G key/value heads, K head dim, W that of values,
 # F feed-forward, L layers, E experts, U feed-forward of the shared experts. Of latent attention:
-# Q latent of the queries, C of keys and values, J = C + rope key, M = K without rope + W
+# Q latent of the queries, C of keys and values, J = C + rope key, M = K without rope + W. I is 1. A
+# dim in the files alone: A of size 1
 
 # Dims in this package; the parameters under layers/ also have a leading dim L, those of the first
 # layers do not. Dims that the tensor of a family lacks do not apply: E if it has one tensor per
@@ -39,6 +42,7 @@ DIMS = {
     "layers/attention/value/bias": "GK",
     "layers/attention/out/kernel": "HWD",
     "layers/attention/out/bias": "D",
+    "layers/attention/sinks/bias": "H",
     "layers/attention/query_norm/scale": "HK",
     "layers/attention/key_norm/scale": "GK",
     "layers/attention/query_down/kernel": "DQ",
@@ -51,6 +55,7 @@ DIMS = {
     "layers/mlp_norm/scale": "D",
     "layers/mlp_norm/bias": "D",
     "layers/mlp/router/kernel": "DE",
+    "layers/mlp/router/bias": "E",
     "layers/mlp/gate/kernel": "DF",
     "layers/mlp/gate/bias": "F",
     "layers/mlp/up/kernel": "DF",
@@ -60,9 +65,13 @@ DIMS = {
     "layers/mlp/shared/gate/kernel": "DU",
     "layers/mlp/shared/up/kernel": "DU",
     "layers/mlp/shared/down/kernel": "UD",
+    "layers/mlp/shared_gate/kernel": "DI",
     "layers/mlp/measured/bias": "E",
     "layers/mlp_post_norm/scale": "D",
 }
+
+# The index and the number of parts that a letter stands for.
+PARTS = {"0": (0, 3), "1": (1, 3), "2": (2, 3), "a": (0, 2), "b": (1, 2), "A": (0, 1)}
 
 # Then the number of the layer; the tables of the families leave it out.
 FIRST_LAYERS = f"{base.FIRST_LAYERS_KEY}/"
@@ -99,23 +108,39 @@ class Row:
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of each tensor in the file."""
-        return tuple(math.prod(map(self._size, dim)) for dim in self.dims)
+        return tuple(sum(map(self._dim_size, _parts(dim)[1])) for dim in self.dims)
 
     def parameter_view(self, tensor: np.ndarray) -> np.ndarray:
         """Returns a view of a tensor with the dims of the parameter, of one layer and expert."""
-        letters = "".join(self.dims)
+        letters = ""
+        for axis, dim in enumerate(self.dims):
+            number, parts = _parts(dim)
+            start = sum(map(self._dim_size, parts[:number]))
+            part = slice(start, start + self._dim_size(parts[number]))
+            tensor = tensor[(slice(None),) * axis + (part,)]
+            letters += parts[number]
         split = tensor.reshape([self._size(letter) for letter in letters])
-        # Select query, key or value of a fused tensor.
-        values = split[
-            tuple(int(letter) if letter.isdigit() else slice(None) for letter in letters)
-        ]
-        file_order = [letter for letter in letters if letter.isalpha()]
-        order = [letter for letter in DIMS[in_stack(self.path)] if letter in file_order]
+        # Select a part of a fused tensor, such as the query, key or value.
+        values = split[tuple(_index(letter) for letter in letters)]
+        file_order = [letter for letter in letters if letter not in PARTS]
+        order = [letter for letter in _letters(self.path, self.sizes) if letter in file_order]
         return values.transpose([file_order.index(letter) for letter in order])
 
     def _size(self, letter: str) -> int:
-        # A digit stands for the dim of query, key and value.
-        return self.sizes.get(letter, 3)
+        return PARTS[letter][1] if letter in PARTS else self.sizes[letter]
+
+    def _dim_size(self, letters: str) -> int:
+        return math.prod(map(self._size, letters))
+
+
+def _parts(dim: str) -> tuple[int, list[str]]:
+    """Returns the number of a parameter's part of a dim, and all parts: (0, [dim]) of most."""
+    number, _, parts = dim.rpartition("@")
+    return int(number or 0), parts.split("+")
+
+
+def _index(letter: str) -> int | slice:
+    return PARTS[letter][0] if letter in PARTS else slice(None)
 
 
 def rows(
@@ -136,7 +161,9 @@ def rows(
         else:
             name, *dims = table[path].split()
             first = section["first_dense_layers"]
-        sizes = _sizes(path, shape)
+        # The heads of the other parts of a fused tensor.
+        heads = {"H": section["num_heads"], "G": section["num_kv_heads"]}
+        sizes = heads | _sizes(path, shape)
         if "V" in sizes:
             sizes["V"] = section["vocab_size"]  # without the padding of this package
         rows.append(Row(path, name, tuple(dims), sizes, first))
@@ -151,6 +178,12 @@ def _sizes(path: str, shape: tuple[int, ...]) -> dict[str, int]:
     if num_own > len(letters):
         letters = "E" + letters  # of all experts
     return dict(zip(lead + letters[-num_own:], shape, strict=True))
+
+
+def _letters(path: str, sizes: Mapping[str, int]) -> str:
+    """Returns the dims of a parameter, those of all experts included."""
+    letters = DIMS[in_stack(path)]
+    return letters if "E" in letters or "E" not in sizes else "E" + letters
 
 
 def in_stack(path: str) -> str:

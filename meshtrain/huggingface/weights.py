@@ -30,8 +30,11 @@ T = TypeVar("T")
 # Some files also hold tensors that are not parameters: causal masks, and rope frequencies.
 NOT_PARAMETERS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
-# End of the name of the only tensor that a layer measures.
-ROUTER_BIAS = ".e_score_correction_bias"
+# transformers has them also if there are no shared experts; then they are empty.
+SHARED_EXPERTS = re.compile(r"\.shared_experts\.\w+\.weight$")
+
+# Ends of the name of the only tensor that a layer measures.
+ROUTER_BIAS = (".e_score_correction_bias", ".expert_bias")
 
 
 def model_section(folder: Path) -> Section:
@@ -67,13 +70,16 @@ def check_sizes(folder: Path) -> None:
     path = folder / config_json.NAME
     config = config_json.with_defaults(config_json.read(path), family)
     largest = max((math.prod(tensor.shape) for tensor in tensors.values()), default=0)
+    indexed = {"num_layers"}
+    if any(name.count("*") > 1 for name in family.names.values()):
+        indexed.add("num_experts")
     faults = []
     for key, hf_key in family.keys.items():
         value = config.get(hf_key)
         # max_seq_len is a dim of a tensor only for learned positions.
         if not isinstance(value, int) or key == "max_seq_len":
             continue
-        is_index = key in ("num_layers", "num_experts")
+        is_index = key in indexed
         if value > (len(tensors) if is_index else largest):
             limit = f"{len(tensors)} tensors" if is_index else f"no tensor above {largest} values"
             faults.append(
@@ -116,6 +122,8 @@ def _parameter_tensors(folder: Path) -> tuple[Family, dict[str, files.Tensor]]:
     tensors = {}
     for name, tensor in files.tensors(folder).items():
         if NOT_PARAMETERS.search(name) or name.startswith(ignored):
+            continue
+        if not math.prod(tensor.shape) and SHARED_EXPERTS.search(name):
             continue
         for prefix, replacement in family.prefixes:
             if name.startswith(prefix):
@@ -327,6 +335,7 @@ def write(
     """
     # By name: a fused tensor of GPT-2 holds three parameters.
     rows_by_name: dict[str, list[Row]] = {}
+    shapes = {**shapes, **_empty_shapes(family, shapes, section)}
     for row in _rows(family, shapes, section):
         rows_by_name.setdefault(row.name, []).append(row)
 
@@ -355,6 +364,11 @@ def write(
 
     def tensors() -> Iterator[np.ndarray]:
         for rows in rows_by_name.values():
+            if not math.prod(rows[0].shape):
+                for name in rows[0].tensors:
+                    yield np.empty(rows[0].shape, dtype_of(name))
+                    advance(1)
+                continue
             stacks = [_flatten_stack(load(row.path), row) for row in rows]
             for number, name in enumerate(rows[0].tensors):
                 yield join(name, rows, [stack[number] for stack in stacks])
@@ -364,6 +378,18 @@ def write(
 
     with console.progress("writing", len(specs)) as advance:
         files.write(folder, specs, tensors(), shard_bytes=shard_bytes)
+
+
+def _empty_shapes(
+    family: Family, shapes: Mapping[str, tuple[int, ...]], section: Section
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the shared experts that transformers has if there are none, by path."""
+    if not (family.is_mixture and family.has_empty_shared_experts) or section["num_shared_experts"]:
+        return {}
+    num_layers, d_model, _ = shapes["layers/mlp/router/kernel"]
+    down = "layers/mlp/shared/down/kernel"
+    into = ("layers/mlp/shared/gate/kernel", "layers/mlp/shared/up/kernel")
+    return {**dict.fromkeys(into, (num_layers, d_model, 0)), down: (num_layers, 0, d_model)}
 
 
 # ---- values ----

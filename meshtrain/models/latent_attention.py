@@ -90,10 +90,10 @@ class LatentAttention(nnx.Module):
         if c.q_lora_rank:
             query = self.query_up(self.query_down_norm(query))
         q_BSHK = constrain(query, "batch", "seq", "heads", "head_dim")
-        frequency_r, factor = c.rotation(metadata.row_length, metadata.is_local)
+        frequency_r, factor = c.rotation(metadata.row_length, metadata.is_local, metadata.has_rope)
 
         def rotate(x_BSHR):
-            return rope(_halves_of_pairs(x_BSHR), metadata.positions_BS, frequency_r, factor)
+            return rope(x_BSHR, metadata.positions_BS, frequency_r, factor, interleaved=True)
 
         q_BSHK = jnp.concatenate([q_BSHK[..., :N], rotate(q_BSHK[..., N:])], axis=-1)
         latent_BSC, key_BSR = self.kv_down_norm(kv_BSE[..., :C]), kv_BSE[..., C:]
@@ -131,11 +131,3 @@ class LatentAttention(nnx.Module):
 
     def _combine(self, out_BSHV):
         return self.out(constrain(out_BSHV, "batch", "seq", "heads", "head_dim"))
-
-
-def _halves_of_pairs(x: jax.Array) -> jax.Array:
-    """Returns x with dims 2 r and 2 r + 1 at r and r + R/2, as `rope` expects.
-
-    Queries and keys are reordered alike, so their products do not change.
-    """
-    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)

@@ -19,7 +19,7 @@ from meshtrain.models.base import CacheState
 from meshtrain.models.rope import rope
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import kernels
-from meshtrain.ops.feed_forward import add_bias, gated_product, gelu
+from meshtrain.ops.feed_forward import add_bias, clamped_swiglu, gated_product, gelu
 from meshtrain.ops.norms import normalise, normalise_and_pass
 from meshtrain.parallel.remat import MLP_GATE, MLP_UP, recomputed
 from meshtrain.parallel.sharding import (
@@ -47,12 +47,14 @@ class AttentionMetadata(NamedTuple):
     positions_BS: jax.Array
     row_length: int | jax.Array  # tokens of a row; with a key/value cache, of those so far
     is_local: jax.Array | bool
+    has_rope: jax.Array | bool
 
 
 class Block(nnx.Module):
-    """One pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    With post_norm, the output of each branch is also normalised before it is added (Gemma 2).
+    With post_norm, the output of each branch is also normalised before it is added (Gemma 2);
+    without pre_norm, only its output is (OLMo 2).
     `make_mlp` returns an MLP, or a layer that is also called with the batch, and also returns what
     it adds to the loss of a token (B, S).
     """
@@ -61,13 +63,14 @@ class Block(nnx.Module):
         self, c: TransformerConfig, rngs: nnx.Rngs, make_attention: Callable, make_mlp: Callable
     ):
         def make_norm():
-            return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
+            return norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.has_norm_bias)
 
+        self.branch_scale = c.branch_scale
         # The order of these calls decides which random numbers each layer gets.
-        self.attention_norm = make_norm()
+        self.attention_norm = make_norm() if c.pre_norm else None
         self.attention = make_attention(rngs)
         self.attention_post_norm = make_norm() if c.post_norm else None
-        self.mlp_norm = make_norm()
+        self.mlp_norm = make_norm() if c.pre_norm else None
         self.mlp = make_mlp(rngs)
         self.mlp_post_norm = make_norm() if c.post_norm else None
 
@@ -85,7 +88,7 @@ class Block(nnx.Module):
         """
         norm, input_BSD, x_BSD = _forked(self.attention_norm, x_BSD)
         branch_BSD = self.attention(norm, input_BSD, metadata, attend)
-        add = partial(_add, self.attention_post_norm, partial(drop, site=AFTER_ATTENTION))
+        add = partial(self._add, self.attention_post_norm, partial(drop, site=AFTER_ATTENTION))
         x_BSD = recomputed(add, x_BSD, branch_BSD)
 
         loss_BS = None
@@ -94,25 +97,28 @@ class Block(nnx.Module):
             branch_BSD = self.mlp(norm, input_BSD)
         else:
             branch_BSD, loss_BS = self.mlp(norm, input_BSD, batch)
-        add = partial(_add, self.mlp_post_norm, partial(drop, site=AFTER_MLP))
+        add = partial(self._add, self.mlp_post_norm, partial(drop, site=AFTER_MLP))
         return recomputed(add, x_BSD, branch_BSD), loss_BS
 
+    def _add(self, post_norm: nnx.Module | None, drop: Callable, x_BSD, branch_BSD) -> jax.Array:
+        branch_BSD = branch_BSD if post_norm is None else post_norm(branch_BSD)
+        if self.branch_scale != 1:
+            branch_BSD *= jnp.asarray(self.branch_scale, branch_BSD.dtype)
+        return constrain(x_BSD + drop(branch_BSD), "batch", "residual_seq", "residual")
 
-def _forked(norm: nnx.Module, x_BSD: jax.Array) -> tuple[Callable, jax.Array, jax.Array]:
+
+def _forked(norm: nnx.Module | None, x_BSD: jax.Array) -> tuple[Callable, jax.Array, jax.Array]:
     """Returns the norm and the input of a branch, and the residual x that passes it by.
 
     With the kernel of the backward pass the norm is already applied, as that kernel adds the
     gradients of branch and residual. Then the branch keeps its normalised input.
     """
+    if norm is None:
+        return lambda x_BSD: x_BSD, x_BSD, x_BSD
     if kernels.uses_norm_kernel(x_BSD):
         y_BSD, x_BSD = norm.computed_by(normalise_and_pass, x_BSD)
         return lambda y_BSD: y_BSD, y_BSD, x_BSD
     return norm, x_BSD, x_BSD
-
-
-def _add(post_norm: nnx.Module | None, drop: Callable, x_BSD, branch_BSD) -> jax.Array:
-    branch_BSD = branch_BSD if post_norm is None else post_norm(branch_BSD)
-    return constrain(x_BSD + drop(branch_BSD), "batch", "residual_seq", "residual")
 
 
 # ---- attention ----
@@ -130,7 +136,10 @@ class Attention(nnx.Module):
         self.query = dense(rngs, D, H, axes=into_heads, bias=bias)
         self.key = dense(rngs, D, G, axes=into_kv_heads, bias=bias)
         self.value = dense(rngs, D, G, axes=into_kv_heads, bias=bias)
-        self.out = dense(rngs, H, D, axes=out_of_heads, bias=c.bias, scale=c.residual_scale)
+        self.out = dense(
+            rngs, H, D, axes=out_of_heads, bias=c.bias or c.out_bias, scale=c.residual_scale
+        )
+        self.sinks = Sinks(c.num_heads) if c.attention_sinks else None
         self.query_norm = _head_norm(c, rngs, H, "heads") if c.qk_norm else None
         self.key_norm = _head_norm(c, rngs, G, "kv_heads") if c.qk_norm else None
 
@@ -144,8 +153,10 @@ class Attention(nnx.Module):
         """Returns the attention of `norm(x)`."""
         q_BSHK, k_BSGK, v_BSGK = recomputed(lambda x_BSD: self._project(norm(x_BSD)), x_BSD)
         q_BSHK, k_BSGK = recomputed(partial(self._rotate, metadata), q_BSHK, k_BSGK)
-        out_BSHK = with_scores(attend, self.c, metadata.is_local)(q_BSHK, k_BSGK, v_BSGK)
-        return recomputed(self._combine, out_BSHK)
+        attend = with_scores(attend, self.c, metadata.is_local)
+        if self.sinks is not None:
+            attend = partial(attend, sinks_H=self.sinks())
+        return recomputed(self._combine, attend(q_BSHK, k_BSGK, v_BSGK))
 
     def _project(self, x_BSD):
         x_BSD = gather_sequence(x_BSD)
@@ -157,14 +168,35 @@ class Attention(nnx.Module):
     def _rotate(self, metadata, q_BSHK, k_BSGK):
         if self.c.qk_norm:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
-        if self.c.positions == "rope":
-            frequency_k, factor = self.c.rotation(metadata.row_length, metadata.is_local)
-            q_BSHK = rope(q_BSHK, metadata.positions_BS, frequency_k, factor)
-            k_BSGK = rope(k_BSGK, metadata.positions_BS, frequency_k, factor)
+        if metadata.has_rope is not False:
+            frequency_k, factor = self.c.rotation(
+                metadata.row_length, metadata.is_local, metadata.has_rope
+            )
+            rotate = partial(
+                rope,
+                positions_BS=metadata.positions_BS,
+                frequency_k=frequency_k,
+                factor=factor,
+                interleaved=self.c.rope_interleaved,
+            )
+            q_BSHK, k_BSGK = rotate(q_BSHK), rotate(k_BSGK)
         return q_BSHK, k_BSGK
 
     def _combine(self, out_BSHK):
         return self.out(constrain(out_BSHK, "batch", "seq", "heads", "head_dim"))
+
+
+class Sinks(nnx.Module):
+    """A logit for each head, which only enlarges the denominator of its softmax (gpt-oss).
+
+    It is a key with this score and the value 0: arXiv 2309.17453, section 3.3.
+    """
+
+    def __init__(self, num_heads: int):
+        self.bias = nnx.Param(jnp.zeros(num_heads), out_sharding=("heads",))
+
+    def __call__(self) -> jax.Array:
+        return gathered(self.bias[...], ("heads",), ("heads",))
 
 
 def _head_norm(
@@ -227,7 +259,7 @@ class MLP(nnx.Module):
     def __init__(self, c: TransformerConfig, rngs: nnx.Rngs, size: int):
         D, F, up, down = c.d_model, size, ("embed", "mlp"), ("mlp", "embed")
         self.gate = dense(rngs, D, F, axes=up, bias=c.bias) if c.gated else None
-        self.gate_activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
+        self.gated = gated_activation(c)
         self.up = dense(rngs, D, F, axes=up, bias=c.bias)
         self.down = dense(rngs, F, D, axes=down, bias=c.bias, scale=c.residual_scale)
 
@@ -258,13 +290,21 @@ class MLP(nnx.Module):
             return gelu(up_BSF) if kernels.are_fused() else jax.nn.gelu(up_BSF)
         if kernels.are_fused():  # then the region would compute both products again
             up_BSF, gate_BSF = checkpoint_name(up_BSF, MLP_UP), checkpoint_name(gate_BSF, MLP_GATE)
-        return self.gate_activation(gate_BSF) * up_BSF
+        return self.gated(up_BSF, gate_BSF)
 
     def _gated_product(self, up_BSF, gate_BSF):
         kernel_FD = self.down.kernel[...].astype(up_BSF.dtype)
         product = with_active_rules(_product_of_hidden)
-        out_BSD = gated_product(product, self.gate_activation, up_BSF, gate_BSF, kernel_FD)
+        out_BSD = gated_product(product, self.gated, up_BSF, gate_BSF, kernel_FD)
         return self.down.with_bias(out_BSD)
+
+
+def gated_activation(c: TransformerConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the hidden activations of a feed-forward as a function of (up, gate)."""
+    if c.mlp == "clamped_swiglu":
+        return partial(clamped_swiglu, limit=c.glu_limit, slope=c.glu_slope)
+    activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
+    return lambda up, gate: activation(gate) * up
 
 
 def _product_of_hidden(hidden_BSF: jax.Array, kernel_FD: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshtrain.config.rounding import to_12_digits
 from meshtrain.data.source import Batch
 from meshtrain.models.base import STATS_KEY, Params
-from meshtrain.models.layers import MLP, dense, normal_initializer
+from meshtrain.models.layers import MLP, dense, gated_activation, normal_initializer
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import experts
 from meshtrain.parallel import context, expert
@@ -32,17 +32,30 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 
 class ExpertKernel(nnx.Module):
-    """A matrix for each expert: (E, in, out)."""
+    """A matrix for each expert, (E, in, out), and perhaps a bias (E, out)."""
 
-    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, int, int], axes, scale: float = 1.0):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        shape: tuple[int, int, int],
+        axes: tuple,
+        *,
+        bias: bool,
+        scale: float = 1.0,
+    ):
         init = normal_initializer(scale * shape[1] ** -0.5)
         self.kernel = nnx.Param(init(rngs.params(), shape), out_sharding=axes)
-        self.axes = axes
+        self.axes, self.bias_axes = axes, (axes[0], axes[2])
+        zeros = jnp.zeros((shape[0], shape[2]))
+        self.bias = nnx.Param(zeros, out_sharding=self.bias_axes) if bias else None
 
-    def __call__(self) -> jax.Array:
+    def matrices(self) -> jax.Array:
         """Returns the matrices, sharded over devices by expert alone."""
-        used = ("expert", None, None)
-        return gathered(self.kernel[...], self.axes, used)
+        return gathered(self.kernel[...], self.axes, ("expert", None, None))
+
+    def biases(self) -> jax.Array:
+        """Returns the biases, sharded over devices by expert alone."""
+        return gathered(self.bias[...], self.bias_axes, ("expert", None))
 
 
 class RouterStats(nnx.Module):
@@ -63,13 +76,16 @@ class Mixture(nnx.Module):
     def __init__(self, c: TransformerConfig, rngs: nnx.Rngs):
         self.c = c
         E, D, F = c.num_experts, c.d_model, c.expert_size
-        self.router = dense(rngs, D, E, axes=("embed", None), bias=False)
-        into = ("expert", "embed", None)
-        self.gate = ExpertKernel(rngs, (E, D, F), into) if c.gated else None
-        self.up = ExpertKernel(rngs, (E, D, F), into)
-        self.down = ExpertKernel(rngs, (E, F, D), ("expert", None, "embed"), c.residual_scale)
-        self.activation = jax.nn.silu if c.mlp == "swiglu" else jax.nn.gelu
+        bias = c.expert_bias
+        self.router = dense(rngs, D, E, axes=("embed", None), bias=bias)
+        into, out_of = ("expert", "embed", None), ("expert", None, "embed")
+        self.gate = ExpertKernel(rngs, (E, D, F), into, bias=bias) if c.gated else None
+        self.up = ExpertKernel(rngs, (E, D, F), into, bias=bias)
+        self.down = ExpertKernel(rngs, (E, F, D), out_of, bias=bias, scale=c.residual_scale)
+        self.gated = gated_activation(c)
         self.shared = MLP(c, rngs, c.shared_size) if c.num_shared_experts else None
+        gate_axes = ("embed", None)
+        self.shared_gate = dense(rngs, D, 1, axes=gate_axes, bias=False) if c.shared_gate else None
         self.measured = RouterStats(E)
 
     def __call__(
@@ -81,8 +97,13 @@ class Mixture(nnx.Module):
         experts_BSk, weights_BSk, loss_BS = recomputed(
             lambda x_BSD: self._route(x_BSD, batch), x_BSD
         )
-        kernels = [kernel() for kernel in (self.up, self.gate, self.down) if kernel is not None]
-        feed_forward = partial(experts.feed_forward, self._combine, c.num_experts)
+        layers = [layer for layer in (self.up, self.gate, self.down) if layer is not None]
+        kernels = [layer.matrices() for layer in layers]
+        if c.expert_bias:
+            kernels += [layer.biases() for layer in layers]
+        feed_forward = partial(
+            experts.feed_forward, self._combine, c.num_experts, has_bias=c.expert_bias
+        )
         y_BSD = expert.run_experts(
             feed_forward,
             x_BSD,
@@ -92,11 +113,20 @@ class Mixture(nnx.Module):
             expert_groups=c.expert_groups,
         )
         if self.shared is not None:
-            y_BSD += self.shared(lambda x_BSD: x_BSD, x_BSD)
+            shared_BSD = self.shared(lambda x_BSD: x_BSD, x_BSD)
+            if self.shared_gate is not None:
+                shared_BSD = recomputed(self._gate_shared, x_BSD, shared_BSD)
+            y_BSD += shared_BSD
         return y_BSD, loss_BS
 
+    def _gate_shared(self, x_BSD: jax.Array, shared_BSD: jax.Array) -> jax.Array:
+        # In float32, because the gradient of the gate is a sum over D.
+        wide = jnp.promote_types(x_BSD.dtype, jnp.float32)
+        gate_BS1 = jax.nn.sigmoid(self.shared_gate(x_BSD).astype(wide))
+        return (gate_BS1 * shared_BSD.astype(wide)).astype(shared_BSD.dtype)
+
     def _combine(self, up, gate=None):
-        hidden = jax.nn.gelu(up) if gate is None else self.activation(gate) * up
+        hidden = jax.nn.gelu(up) if gate is None else self.gated(up, gate)
         return checkpoint_name(hidden, "mlp")
 
     def _route(self, x_BSD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:

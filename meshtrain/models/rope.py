@@ -21,6 +21,8 @@ SCALINGS = {
         "TRUNCATE",
     ),
     "dynamic": ("FACTOR", "ORIGINAL_LENGTH"),
+    # Then K / 2 divisors of the frequencies in rows of up to ORIGINAL_LENGTH, and K / 2 in others.
+    "longrope": ("ORIGINAL_LENGTH", "ATTENTION_FACTOR", "SHORT...", "LONG..."),
 }
 
 
@@ -29,10 +31,10 @@ def frequencies(
 ) -> np.ndarray | jax.Array:
     """Returns the frequencies (K / 2,), in radians per position: theta^(-2k/K), K = `head_dim`.
 
-    `scaling` is model.rope_scaling. Only "dynamic" depends on `row_length`: the number of tokens in
-    a row, packed or padded or not; with a key/value cache, of those so far. As in transformers,
-    cached keys keep the frequencies of their own call, so generation beyond the original length
-    differs from one pass over the whole row.
+    `scaling` is model.rope_scaling. Only "dynamic" and "longrope" depend on `row_length`: the
+    number of tokens in a row, packed or padded or not; with a key/value cache, of those so far.
+    Cached keys keep the frequencies of their own call, so generation beyond the original length
+    differs from one pass over the whole row. With "dynamic", transformers does the same.
     """
     frequency_k = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if not scaling:
@@ -44,6 +46,8 @@ def frequencies(
         return _llama3(frequency_k, *numbers)
     if kind == "yarn":
         return _yarn(frequency_k, theta, numbers)
+    if kind == "longrope":
+        return _longrope(frequency_k, row_length, numbers)
     return _dynamic(frequency_k, row_length, *numbers)
 
 
@@ -93,8 +97,17 @@ def _dynamic(frequency_k, row_length, factor, length):
     return frequency_k * divisor ** -np.linspace(0, 1, len(frequency_k))
 
 
+def _longrope(frequency_k, row_length, numbers):
+    """Divides each frequency by a factor of its own (LongRoPE, arXiv 2402.13753)."""
+    length, _, *factors = numbers
+    short_k, long_k = np.split(np.asarray(factors, np.float64), 2)
+    return select(row_length > length, frequency_k / long_k, frequency_k / short_k)
+
+
 def attention_factor(scaling: tuple) -> float:
-    """Returns the factor of cos and sin: 1 except with YaRN (arXiv 2309.00071)."""
+    """Returns the factor of cos and sin: 1 except with YaRN (arXiv 2309.00071) and LongRoPE."""
+    if scaling and scaling[0] == "longrope":
+        return scaling[2]
     if not scaling or scaling[0] != "yarn":
         return 1.0
     _, factor, _, _, _, given, _ = scaling
@@ -102,10 +115,26 @@ def attention_factor(scaling: tuple) -> float:
 
 
 def rope(
-    x_BSHK: jax.Array, positions_BS: jax.Array, frequency_k: jax.Array, factor: float | jax.Array
+    x_BSHK: jax.Array,
+    positions_BS: jax.Array,
+    frequency_k: jax.Array,
+    factor: float | jax.Array,
+    *,
+    interleaved: bool = False,
 ) -> jax.Array:
-    """Rotates each pair of dims (k, k + K/2) by position * frequency, and scales it by `factor`."""
-    half = x_BSHK.shape[-1] // 2
+    """Rotates each pair of dims (k, k + R/2) by position * frequency, and scales it by `factor`.
+
+    R is twice the number of frequencies; dims from R on stay as they are. `interleaved` pairs are
+    (2 k, 2 k + 1): they are returned at k and k + R/2. Queries and keys are reordered alike, so
+    their products do not change.
+    """
+    half = frequency_k.shape[-1]
+    if 2 * half < x_BSHK.shape[-1]:
+        x_BSHR, rest = x_BSHK[..., : 2 * half], x_BSHK[..., 2 * half :]
+        rotated = rope(x_BSHR, positions_BS, frequency_k, factor, interleaved=interleaved)
+        return jnp.concatenate([rotated, rest], axis=-1)
+    if interleaved:
+        x_BSHK = jnp.concatenate([x_BSHK[..., ::2], x_BSHK[..., 1::2]], axis=-1)
     dtype = jnp.promote_types(x_BSHK.dtype, jnp.float32)
     frequency_k = jnp.asarray(frequency_k, dtype)
     angle_BS1k = positions_BS[:, :, None, None].astype(dtype) * frequency_k[None, None, None, :]
@@ -121,7 +150,9 @@ def scaling_faults(scaling: tuple) -> list[str]:
     """Returns the fault of an invalid model.rope_scaling, or []."""
     kind, *numbers = scaling or ("linear", 1.0)
     name = f"model.rope_scaling={tuple(scaling)}"
-    if len(SCALINGS.get(kind, ())) != len(numbers) or not _are_positive(kind, numbers):
+    has_factors = kind == "longrope" and len(numbers) >= 4 and len(numbers) % 2 == 0
+    has_values = has_factors or len(SCALINGS.get(kind, ())) == len(numbers)
+    if not has_values or not _are_positive(kind, numbers):
         forms = [f"({', '.join([repr(key), *names])})" for key, names in SCALINGS.items()]
         return [
             f"{name}: use (), {', '.join(forms[:-1])}, or {forms[-1]}, with numbers above 0 "
@@ -134,6 +165,21 @@ def scaling_faults(scaling: tuple) -> list[str]:
     if kind == "yarn" and not numbers[2] < numbers[1]:
         return [f"{name}: BETA_SLOW is not below BETA_FAST; swap them"]
     return []
+
+
+def with_num_factors(scaling: tuple, num_rotated: int) -> tuple:
+    """Returns model.rope_scaling for heads of another size: longrope with fewer or more factors.
+
+    The factors are interpolated; those of all other kinds do not depend on the size.
+    """
+    if not scaling or scaling[0] != "longrope" or len(scaling) - 3 == num_rotated // 2 * 2:
+        return scaling
+    kind, length, factor, *factors = scaling
+    resized = []
+    for given in np.split(np.asarray(factors), 2):
+        at = np.linspace(0, len(given) - 1, num_rotated // 2)
+        resized += np.interp(at, np.arange(len(given)), given).tolist()
+    return kind, length, factor, *resized
 
 
 def _are_positive(kind: str, numbers: list) -> bool:

@@ -48,7 +48,7 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 # B batch, S sequence, T positions of the cache, D model, V padded vocabulary
 
 # Linear layers without adapters: generation multiplies queries by the kernel of the first.
-NOT_ADAPTED = ("/kv_up", "/router")
+NOT_ADAPTED = ("/kv_up", "/router", "/shared_gate")
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -61,7 +61,9 @@ class EmbeddingAndHead(nnx.Module):
             self.positions = embedding(rngs, c.max_seq_len, c.d_model, axes=(None, "embed"))
         else:
             self.positions = None
-        self.final_norm = norm(rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.bias)
+        self.final_norm = norm(
+            rngs, c.norm, c.d_model, epsilon=c.norm_epsilon, bias=c.has_norm_bias
+        )
         if c.tie_embeddings:
             self.output = None
         else:
@@ -89,7 +91,14 @@ class EmbeddingAndHead(nnx.Module):
 
     def logits(self, x: Any) -> jax.Array:
         x_BSD = x[0] if self.c.num_experts else x
-        return self.project(self.kernel(), self.final_norm(x_BSD))
+        return self.project(self.kernel(), self._head_input(x_BSD))
+
+    def _head_input(self, x_BSD: jax.Array) -> jax.Array:
+        """Returns what the kernel of the head multiplies: it has fewer numbers than the logits."""
+        x_BSD = self.final_norm(x_BSD)
+        if self.c.logit_scale != 1:
+            x_BSD *= jnp.asarray(self.c.logit_scale, x_BSD.dtype)
+        return x_BSD
 
     def kernel(self) -> jax.Array:
         """Returns the kernel of the output head (D, V), unsharded in D."""
@@ -99,7 +108,7 @@ class EmbeddingAndHead(nnx.Module):
         return gathered(self.output.kernel[...], ("embed", "vocab"), ("residual", "vocab"))
 
     def project(self, kernel_DV: jax.Array, x_BSD: jax.Array) -> jax.Array:
-        """Returns the logits (B, S, V) of activations that are already normalised."""
+        """Returns the logits (B, S, V) of activations that are normalised and scaled."""
         c = self.c
         logits_BSV = self.raw_logits(kernel_DV, x_BSD)
         if c.logit_softcap:
@@ -120,7 +129,7 @@ class EmbeddingAndHead(nnx.Module):
         """Returns the sums of the loss, including that of the layers of a mixture of experts."""
         c = self.c
         x_BSD, loss_BS = x if c.num_experts else (x, None)
-        x_BSD = constrain(self.final_norm(x_BSD), "batch", "seq", "residual")
+        x_BSD = constrain(self._head_input(x_BSD), "batch", "seq", "residual")
         project = self.project
         loss_of = partial(cross_entropy, z_loss=c.z_loss)
         if kernels.are_fused():
@@ -172,6 +181,7 @@ def describe_attention(c: TransformerConfig, seq_len: int, dtype: str, packed: b
         head_dim=max(c.query_size, c.value_size),
         dtype=dtype,
         softcap=c.attention_softcap,
+        sinks=c.attention_sinks,
         packed=packed,
         dropout=c.dropout > 0,
     )
@@ -238,8 +248,13 @@ class Decoder:
             self.dense = _block(c, lambda rngs: MLP(c, rngs, c.d_ff))
         self.block = _block(c, partial(mixture.Mixture, c)) if c.num_experts else self.dense
         self.is_local_first, self.is_local = np.split(c.is_local, [self.num_first])
-        # `is_local` is static if all layers are of one kind; otherwise it is a constant per layer.
-        self.mixed = bool(self.is_local.any() and not self.is_local.all())
+        self.has_rope_first, self.has_rope = np.split(c.has_rope, [self.num_first])
+        # What differs between the layers of the stack is a constant per layer; else it is static.
+        self.constants = {
+            name: values
+            for name, values in {"is_local": self.is_local, "has_rope": self.has_rope}.items()
+            if values.any() and not values.all()
+        }
         self.init_layers, layer_axes = base.stack(self.block, len(self.is_local))
         self.axes = {**self.outer.axes, "layers": layer_axes}
         if self.num_first:
@@ -339,8 +354,9 @@ class Decoder:
     def _run_stack_layer(self, layer, x, batch, attend, *, start=0):
         """Runs a layer of the stack; `start` is the number of tokens before those of x."""
         x_BSD, loss_BS = x if self.c.num_experts else (x, None)
-        is_local = layer["is_local"] if self.mixed else bool(self.is_local.all())
-        metadata = AttentionMetadata(positions_of(batch), start + x_BSD.shape[1], is_local)
+        kinds = {"is_local": bool(self.is_local.all()), "has_rope": bool(self.has_rope.all())}
+        kinds |= {name: layer[name] for name in self.constants}
+        metadata = AttentionMetadata(positions_of(batch), start + x_BSD.shape[1], **kinds)
         block = self.block.bind(layer)
         x_BSD, added_BS = block(x_BSD, metadata, attend, self._drop(batch), batch)
         return (x_BSD, loss_BS + added_BS) if self.c.num_experts else x_BSD
@@ -348,8 +364,12 @@ class Decoder:
     def _run_dense_layer(self, number, layer, x, batch, attend, *, start=0):
         """Runs one of the dense layers before a stack with experts."""
         x_BSD, loss_BS = x
-        is_local = bool(self.is_local_first[number])
-        metadata = AttentionMetadata(positions_of(batch), start + x_BSD.shape[1], is_local)
+        metadata = AttentionMetadata(
+            positions_of(batch),
+            start + x_BSD.shape[1],
+            is_local=bool(self.is_local_first[number]),
+            has_rope=bool(self.has_rope_first[number]),
+        )
         block = self.dense.bind(layer)
         x_BSD, _ = block(x_BSD, metadata, attend, self._drop(batch), batch)
         return x_BSD, loss_BS
@@ -369,9 +389,7 @@ def build(**config) -> base.Model:
     c = TransformerConfig(**config)
     decoder = Decoder(c)
     weights = decoder.count_weights()
-    constants = {}
-    if decoder.mixed:
-        constants["is_local"] = decoder.is_local
+    constants: dict[str, np.ndarray] = {**decoder.constants}
     if c.dropout:
         constants[LAYER_NUMBER_KEY] = np.arange(c.first_dense_layers, c.num_layers, dtype=np.int32)
     return base.Model(

@@ -26,14 +26,15 @@ def _key(
     minimum: int | None = None,
     above: int | None = None,
     choices: tuple[str, ...] = (),
-    needs: str | None = None,
+    needs: str | tuple[str, str] | None = None,
     changes_logits: bool = True,
 ) -> Any:
     """Returns the field of a key with the rule of its values.
 
     A value is valid from `minimum` on, or above `above`, or if it is one of `choices`. `needs` is
-    the key that switches this one on: while that is 0 or False, this one has no effect. With
-    `changes_logits=False`, models that differ in this key alone compute the same logits.
+    the key that switches this one on: while that is 0 or False, or is not the given value, this
+    one has no effect. With `changes_logits=False`, models that differ in this key alone compute
+    the same logits.
     """
     return dataclasses.field(
         metadata={
@@ -65,14 +66,21 @@ class TransformerConfig:
     norm: str = _key(choices=("rms", "layer", "rms_1p"))
     norm_epsilon: float = _key(above=0)
     positions: str = _key(choices=("rope", "learned"))
+    rope_layers: str = _key(needs=("positions", "rope"))
     rope_theta: float = _key(above=0)
     rope_theta_local: float = _key(minimum=0)
     rope_scaling: tuple = _key()
-    mlp: str = _key(choices=("swiglu", "gelu", "geglu"))
+    rope_fraction: float = _key(above=0)
+    rope_interleaved: bool = _key()
+    mlp: str = _key(choices=("swiglu", "gelu", "geglu", "clamped_swiglu"))
+    glu_limit: float = _key(above=0, needs=("mlp", "clamped_swiglu"))
+    glu_slope: float = _key(above=0, needs=("mlp", "clamped_swiglu"))
     num_experts: int = _key(minimum=0)
     experts_per_token: int = _key(needs="num_experts")
     d_expert: int = _key(minimum=0, needs="num_experts")
     num_shared_experts: int = _key(minimum=0, needs="num_experts")
+    d_shared: int = _key(minimum=0, needs="num_shared_experts")
+    shared_gate: bool = _key(needs="num_shared_experts")
     first_dense_layers: int = _key(minimum=0)
     router: str = _key(choices=("topk_softmax", "softmax", "sigmoid"), needs="num_experts")
     router_scale: float = _key(above=0, needs="num_experts")
@@ -82,17 +90,24 @@ class TransformerConfig:
     balance_weight: float = _key(minimum=0, changes_logits=False)
     router_z_loss: float = _key(minimum=0, changes_logits=False)
     bias: bool = _key()
+    norm_bias: bool = _key()
     qkv_bias: bool = _key()
+    out_bias: bool = _key()
+    expert_bias: bool = _key(needs="num_experts")
     qk_norm: bool = _key()
     qk_norm_heads: str = _key(choices=("each", "all"), needs="qk_norm")
+    pre_norm: bool = _key()
     post_norm: bool = _key()
     attention: str = _key()
     window: int = _key(minimum=0)
     query_scale: float = _key(minimum=0)
     dropout: float = _key(changes_logits=False)
     attention_softcap: float = _key(minimum=0)
+    attention_sinks: bool = _key()
     logit_softcap: float = _key(minimum=0)
+    logit_scale: float = _key(above=0)
     embed_scale: float = _key(above=0)
+    branch_scale: float = _key(above=0)
     tie_embeddings: bool = _key()
     z_loss: float = _key(minimum=0, changes_logits=False)
     attention_impl: str = _key(changes_logits=False)
@@ -165,7 +180,9 @@ class TransformerConfig:
     @property
     def shared_size(self) -> int:
         """Width of the feed-forward of all shared experts together."""
-        return self.num_shared_experts * self.expert_size
+        return self.num_shared_experts and (
+            self.d_shared or self.num_shared_experts * self.expert_size
+        )
 
     @property
     def used_mlp_size(self) -> int:
@@ -178,13 +195,30 @@ class TransformerConfig:
 
     @property
     def rope_size(self) -> int:
-        """Number of dims of a head that rope rotates."""
-        return self.rope_head_dim or self.head_size
+        """Number of dims of a head that rope rotates: the first ones, in pairs."""
+        return self.rope_head_dim or 2 * (int(self.head_size * self.rope_fraction) // 2)
+
+    @property
+    def has_norm_bias(self) -> bool:
+        """Returns whether the norms before the sublayers, and the last one, have biases."""
+        return self.bias or self.norm_bias
+
+    @property
+    def has_rope(self) -> np.ndarray:
+        """Returns whether each layer has rope: (num_layers,) bool."""
+        has_rope = np.resize([kind == "r" for kind in self.rope_layers], self.num_layers)
+        return has_rope & (self.positions == "rope")
 
     def rotation(
-        self, row_length: int | jax.Array, is_local: jax.Array | bool
+        self,
+        row_length: int | jax.Array,
+        is_local: jax.Array | bool,
+        has_rope: jax.Array | bool = True,
     ) -> tuple[np.ndarray | jax.Array, float | jax.Array]:
-        """Returns a layer's rope frequencies (rope_size / 2,), and the factor of cos and sin."""
+        """Returns a layer's rope frequencies (rope_size / 2,), and the factor of cos and sin.
+
+        Those of a layer without rope rotate by the angle 0, which changes nothing.
+        """
         global_rope = local_rope = self.rope_theta, self.rope_scaling
         if self.rope_theta_local:
             local_rope = self.rope_theta_local, ()
@@ -193,7 +227,13 @@ class TransformerConfig:
             for theta, scaling in (local_rope, global_rope)
         ]
         factors = [rope.attention_factor(scaling) for _, scaling in (local_rope, global_rope)]
-        return rope.select(is_local, *frequencies), rope.select(is_local, *factors)
+        frequency_k = rope.select(is_local, *frequencies)
+        factor = rope.select(is_local, *factors)
+        no_frequencies = np.zeros(self.rope_size // 2)
+        return (
+            rope.select(has_rope, frequency_k, no_frequencies),
+            rope.select(has_rope, factor, 1.0),
+        )
 
     # ---- others ----
 
@@ -216,7 +256,11 @@ def effective(section: Mapping[str, Any]) -> dict[str, Any]:
     kept = dict(section)
     for field in dataclasses.fields(TransformerConfig):
         switch = field.metadata["needs"]
-        is_off = switch is not None and not section[switch]
+        if isinstance(switch, tuple):
+            key, value = switch
+            is_off = section[key] != value
+        else:
+            is_off = switch is not None and not section[switch]
         if is_off or not field.metadata["changes_logits"]:
             del kept[field.name]
     return kept
@@ -234,6 +278,8 @@ def _value_faults(c: TransformerConfig) -> list[str]:
         if rule["above"] is not None and not value > rule["above"]:
             faults.append(f"{name}={value}: use more than {rule['above']}")
     faults += implementations.faults("model.attention_impl", c.attention_impl)
+    if c.rope_fraction > 1:
+        faults.append(f"model.rope_fraction={c.rope_fraction}: use more than 0, and at most 1")
     if not 0 <= c.dropout < 1:
         faults.append(
             f"model.dropout={c.dropout}: is a probability; use 0 or more, and less than 1"
@@ -242,6 +288,11 @@ def _value_faults(c: TransformerConfig) -> list[str]:
         faults.append(
             f"model.attention={c.attention!r}: use letters g (global) and l (local), such as 'g' "
             f"or 'lllllg'"
+        )
+    if not c.rope_layers or set(c.rope_layers) - {"r", "n"}:
+        faults.append(
+            f"model.rope_layers={c.rope_layers!r}: use letters r (rope) and n (no positions), such "
+            f"as 'r' or 'rrrn'"
         )
     return faults + rope.scaling_faults(c.rope_scaling)
 
@@ -254,10 +305,15 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
             f"model.d_model={c.d_model} is not divisible by model.num_heads={c.num_heads}; "
             f"use a multiple, or set model.head_dim"
         )
-    elif c.positions == "rope" and c.rope_size == c.head_size and c.head_size % 2:
+    elif c.positions == "rope" and c.rope_fraction == 1 and not c.rope_head_dim and c.head_size % 2:
         faults.append(
             f"model.head_dim={c.head_size} (0: model.d_model / model.num_heads) is odd, but rope "
             "rotates pairs of dims; use an even head dim, or model.positions='learned'"
+        )
+    elif c.positions == "rope" and not c.rope_size:
+        faults.append(
+            f"model.rope_fraction={c.rope_fraction}: is less than 2 of {c.head_size} dims of a "
+            "head; use more, or model.positions='learned'"
         )
     if c.num_heads % c.num_kv_heads:
         faults.append(
@@ -270,18 +326,37 @@ def _combination_faults(c: TransformerConfig) -> list[str]:
             f"model.window=0, but model.attention={c.attention!r} has local layers; "
             f"set the number of tokens that they see, or use attention='g'"
         )
+    if not c.pre_norm and not c.post_norm:
+        faults.append(
+            "model.pre_norm=False: leaves layers without norms; use True, or model.post_norm=True"
+        )
     kind = c.rope_scaling[0] if c.rope_scaling else None
     if kind == "yarn" and c.rope_theta <= 1:
         faults.append(
             f"model.rope_theta={c.rope_theta}: yarn needs frequencies that decrease; use more "
             "than 1"
         )
-    if kind == "dynamic" and c.rope_size < 4:
+    faults += _longrope_faults(c)
+    if kind == "dynamic" and 0 < c.rope_size < 4:
         key = "rope_head_dim" if c.rope_head_dim else "head_dim"
         faults.append(
             f"model.{key}={c.rope_size}: dynamic rope needs two frequencies or more; use 4 or more"
         )
     return faults + _latent_faults(c) + _expert_faults(c)
+
+
+def _longrope_faults(c: TransformerConfig) -> list[str]:
+    """Returns a fault unless longrope has two factors for each frequency."""
+    if not c.rope_scaling or c.rope_scaling[0] != "longrope" or c.positions != "rope":
+        return []
+    num_factors = len(c.rope_scaling) - 3
+    if num_factors == c.rope_size:
+        return []
+    return [
+        f"model.rope_scaling={tuple(c.rope_scaling)}: longrope has {num_factors} factors; use "
+        f"{c.rope_size // 2} short ones, then {c.rope_size // 2} long ones, for the {c.rope_size} "
+        "dims of a head that rope rotates"
+    ]
 
 
 def _latent_faults(c: TransformerConfig) -> list[str]:
@@ -307,9 +382,18 @@ def _latent_faults(c: TransformerConfig) -> list[str]:
             f"model.rope_head_dim={c.rope_head_dim}: with {name} rope rotates pairs of these "
             "dims; use an even number above 0"
         )
-    for key in ("qk_norm", "qkv_bias"):
+    for key in ("qk_norm", "qkv_bias", "out_bias", "attention_sinks"):
         if getattr(c, key):
             faults.append(f"model.{key}=True: is not supported with {name}; use False")
+    if c.rope_interleaved:
+        faults.append(
+            f"model.rope_interleaved=True: with {name} rope always rotates adjacent dims; use False"
+        )
+    if c.rope_fraction != 1:
+        faults.append(
+            f"model.rope_fraction={c.rope_fraction}: with {name} rope rotates "
+            "model.rope_head_dim dims; use 1.0"
+        )
     return faults
 
 
@@ -323,6 +407,12 @@ def _expert_faults(c: TransformerConfig) -> list[str]:
     if not c.num_experts:
         return []
     faults = []
+    for key in ("d_shared", "shared_gate"):
+        if getattr(c, key) and not c.num_shared_experts:
+            faults.append(
+                f"model.{key}={getattr(c, key)}: there is no shared expert; set "
+                "model.num_shared_experts"
+            )
     if c.first_dense_layers >= c.num_layers:
         faults.append(
             f"model.first_dense_layers={c.first_dense_layers}: leaves none of "

@@ -42,6 +42,7 @@ def attention(
     is_local: jax.Array | bool = True,
     implementation: str = "xla",
     dropout: Dropout | None = None,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax(q k scale) v over the earlier positions of the same segment, (B, S, H, V).
 
@@ -53,7 +54,8 @@ def attention(
     arXiv 2310.06825). It applies if `is_local`, which is an array where layers differ.
     `implementation` is one of implementations.NAMES; "xla:N" and "blockwise:N" compute blocks of N
     positions. `dropout` sets random probabilities to 0; without a cache only, and not with
-    fused kernels.
+    fused kernels. `sinks_H` are logits, one of each head, that are added to the denominator of its
+    softmax; not with fused kernels.
     Without a cache, a sequence that the rules shard is in the order of `context.order`; see
     parallel/context.py. The softmax is in float32 or wider. Raises ConfigError if `implementation`
     does not support the inputs.
@@ -65,6 +67,7 @@ def attention(
         is_local=is_local,
         implementation=implementation,
         dropout=dropout,
+        sinks_H=sinks_H,
     )
     if segments_BT is None and sharding.num_shards("seq", q_BSHK.shape[1]) > 1:
         return _attend_sharded(q_BSHK, k_BTGK, v_BTGV, segments_BS, **options)
@@ -85,6 +88,7 @@ def _attend_whole(
     is_local: jax.Array | bool,
     implementation: str,
     dropout: Dropout | None,
+    sinks_H: jax.Array | None,
     is_named: bool = True,
 ) -> jax.Array:
     """Computes `attention` of sequences that are not sharded.
@@ -102,6 +106,7 @@ def _attend_whole(
         softcap=softcap,
         packed=segments_BS is not None,
         dropout=dropout is not None,
+        sinks=sinks_H is not None,
     )
     segments_BT = segments_BS if segments_BT is None else segments_BT
     scale = scale or K**-0.5
@@ -124,6 +129,7 @@ def _attend_whole(
             window=window,
             block=block,
             dropout=dropout,
+            sinks_H=sinks_H,
         )
         return checkpoint_name(out_BSHV, ATTENTION) if is_named else out_BSHV
 
@@ -173,6 +179,7 @@ def _attend_sharded(
     is_local: jax.Array | bool,
     implementation: str,
     dropout: Dropout | None,
+    sinks_H: jax.Array | None,
 ) -> jax.Array:
     """Computes `attention` by the method of context parallelism that is active."""
     S, H, K = q_BSHK.shape[1:]
@@ -183,6 +190,7 @@ def _attend_sharded(
         softcap=softcap,
         packed=segments_BS is not None,
         dropout=dropout is not None,
+        sinks=sinks_H is not None,
     )
     seen_window = None if is_local is False else window
     method, _ = choose_for_context(
@@ -201,6 +209,7 @@ def _attend_sharded(
             is_local=is_local,
             implementation=implementation,
             dropout=dropout,
+            sinks_H=sinks_H,
             is_named=False,
         )
         out_BSHV = context.ulysses(compute, q_BSHK, k_BSGK, v_BSGV, segments_BS)
@@ -231,6 +240,7 @@ def _attend_sharded(
         window=window,
         implementation=implementation,
         dropout=dropout,
+        sinks_H=sinks_H,
     )
     return checkpoint_name(out_BSHV, ATTENTION)
 
@@ -284,8 +294,8 @@ def choose_for_chunks(
     length = seq_len // (2 * sharding.num_shards("seq", seq_len))
     kernel = "emulated" if kind == "emulated" else "cudnn"
     reason = cudnn.why_not(**shapes) if kernel == "cudnn" else ""
-    if kernel == "emulated" and (shapes["softcap"] or shapes["dropout"]):
-        reason = "it supports neither a soft cap nor dropout"
+    if kernel == "emulated" and (shapes["softcap"] or shapes["dropout"] or shapes.get("sinks")):
+        reason = "it supports neither a soft cap nor dropout nor sinks"
     elif not reason and window is not None and not (isinstance(window, int) and window >= seq_len):
         reason = "its windows have no offset, and model.window is shorter than the row"
     elif not reason and length % 2:
@@ -302,14 +312,15 @@ def choose_implementation(
     softcap: float,
     packed: bool,
     dropout: bool,
+    sinks: bool = False,
 ) -> tuple[str, str]:
     """Returns the implementation that `name` selects for these shapes, and text to log about it.
 
-    `packed`: rows hold several documents. `dropout`: of probabilities. "auto" selects the fused
-    kernel of the platform if it supports them: splash on TPUs, cuDNN elsewhere. Otherwise XLA,
-    which stores the S x S scores, up to MAX_XLA_TOKENS tokens, and blockwise above. "emulated" is
-    for chunks, and selects one of the last two. Raises ConfigError if `name` is a fused kernel that
-    does not support them.
+    `packed`: rows hold several documents. `dropout`: of probabilities. `sinks`: in the softmax.
+    "auto" selects the fused kernel of the platform if it supports them: splash on TPUs, cuDNN
+    elsewhere. Otherwise XLA, which stores the S x S scores, up to MAX_XLA_TOKENS tokens, and
+    blockwise above. "emulated" is for chunks, and selects one of the last two. Raises ConfigError
+    if `name` is a fused kernel that does not support them.
     """
     if name not in ("auto", "emulated", *implementations.FUSED):
         return name, name
@@ -317,9 +328,9 @@ def choose_implementation(
     if name == "emulated":
         reason = "it is emulated"
     elif kernel == "splash":
-        reason = splash.why_not(dtype, dropout)
+        reason = splash.why_not(dtype, dropout, sinks)
     else:
-        reason = cudnn.why_not(head_dim, dtype, softcap, packed, dropout)
+        reason = cudnn.why_not(head_dim, dtype, softcap, packed, dropout, sinks)
     if name == kernel and reason:
         raise ConfigError(
             f"model.attention_impl={name!r}: {reason}; use 'auto', 'xla' or 'blockwise'"
@@ -364,6 +375,7 @@ def _xla(
     window,
     block=0,
     dropout=None,
+    sinks_H=None,
 ) -> jax.Array:
     """Computes the formula directly: `jax.nn.dot_product_attention` casts float64 down.
 
@@ -390,7 +402,11 @@ def _xla(
         q_BGQK = q_BGRSK[..., queries, :].reshape(B, G, -1, K)
         k, v = k_BGTK[:, :, keys], v_BGTV[:, :, keys]
         drop = dropout and (dropout, *_positions(queries, keys))
-        out_BGQV = _attend_block(scale, softcap, q_BGQK, k, v, mask_BST, drop)
+        sinks_GQ1 = None
+        if sinks_H is not None:
+            num_queries = queries.stop - queries.start
+            sinks_GQ1 = jnp.repeat(sinks_H.reshape(G, H // G), num_queries, axis=1)[..., None]
+        out_BGQV = _attend_block(scale, softcap, q_BGQK, k, v, mask_BST, drop, sinks_GQ1)
         blocks.append(out_BGQV.reshape(B, G, H // G, *mask_BST.shape[1:2], -1))
     return jnp.einsum("bgrsv->bsgrv", jnp.concatenate(blocks, 3)).reshape(B, S, H, -1)
 
@@ -414,12 +430,13 @@ def _attention_mask(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_block(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop) -> jax.Array:
+def _attend_block(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop, sinks_GQ1) -> jax.Array:
     """Returns softmax(scores) v of one block of queries, (B, G, Q, V).
 
-    `drop` is dropout and the positions of queries and keys, or None.
+    `drop` is dropout and the positions of queries and keys, or None. `sinks` is None or, for each
+    query, a logit that is added to the denominator.
     """
-    return _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop)[0]
+    return _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop, sinks_GQ1)[0]
 
 
 def _dropped(drop, probs_BGQT) -> jax.Array:
@@ -430,7 +447,7 @@ def _dropped(drop, probs_BGQT) -> jax.Array:
     return dropout(probs_BGQT.reshape(shape), query_s, key_t).reshape(probs_BGQT.shape)
 
 
-def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop):
+def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop, sinks_GQ1):
     """Keeps one number per score, its exponential (two with a soft cap); autodiff keeps three."""
     dtype = jnp.promote_types(q_BGQK.dtype, jnp.float32)
     dot = partial(jnp.einsum, preferred_element_type=dtype)
@@ -443,17 +460,25 @@ def _forward(scale, softcap, q_BGQK, k_BGTK, v_BGTV, mask_BST, drop):
     scores_BGRST = scores_BGQT.reshape(*scores_BGQT.shape[:2], -1, *mask_BST.shape[1:])
     scores_BGRST = jnp.where(mask_BST[:, None, None], scores_BGRST, jnp.finfo(dtype).min)
     scores_BGQT = scores_BGRST.reshape(scores_BGQT.shape)
-    exp_BGQT = jnp.exp(scores_BGQT - scores_BGQT.max(-1, keepdims=True))
-    inverse_sum_BGQ1 = 1 / exp_BGQT.sum(-1, keepdims=True)
+    max_BGQ1 = scores_BGQT.max(-1, keepdims=True)
+    exp_of_sinks = None
+    if sinks_GQ1 is not None:
+        sinks_BGQ1 = sinks_GQ1[None].astype(dtype)
+        max_BGQ1 = jnp.maximum(max_BGQ1, sinks_BGQ1)
+        exp_of_sinks = jnp.exp(sinks_BGQ1 - max_BGQ1)
+    exp_BGQT = jnp.exp(scores_BGQT - max_BGQ1)
+    sum_BGQ1 = exp_BGQT.sum(-1, keepdims=True)
+    inverse_sum_BGQ1 = 1 / (sum_BGQ1 if exp_of_sinks is None else sum_BGQ1 + exp_of_sinks)
     exp_BGQT = exp_BGQT.astype(v_BGTV.dtype)
     out_BGQV = dot("bgqt,bgtv->bgqv", _dropped(drop, exp_BGQT), v_BGTV) * inverse_sum_BGQ1
     out_BGQV = out_BGQV.astype(q_BGQK.dtype)
     residuals = q_BGQK, k_BGTK, v_BGTV, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQV
-    return out_BGQV, (*residuals, drop)
+    return out_BGQV, (*residuals, drop, sinks_GQ1, exp_of_sinks)
 
 
 def _backward(scale, softcap, residuals, grad_BGQV):
-    q_BGQK, k_BGTK, v_BGTV, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQV, drop = residuals
+    q_BGQK, k_BGTK, v_BGTV, exp_BGQT, inverse_sum_BGQ1, softcap_slope, out_BGQV, *rest = residuals
+    drop, sinks_GQ1, exp_of_sinks = rest
     dtype, compute_dtype = inverse_sum_BGQ1.dtype, q_BGQK.dtype
     dot = partial(jnp.einsum, preferred_element_type=dtype)
     grad_BGQV = grad_BGQV * inverse_sum_BGQ1  # the cotangent of exp v
@@ -467,12 +492,17 @@ def _backward(scale, softcap, residuals, grad_BGQV):
     grad_scores = grad_scores.astype(compute_dtype)
     grad_q = dot("bgqt,bgtk->bgqk", grad_scores, k_BGTK)
     grad_k = dot("bgqt,bgqk->bgtk", grad_scores, q_BGQK)
+    grad_sinks = None
+    if sinks_GQ1 is not None:
+        # A sink is a key whose value is 0, so that only the sum over all keys has its probability.
+        grad_sinks = -(exp_of_sinks * row_dot_BGQ1).sum(0).astype(sinks_GQ1.dtype)
     return (
         grad_q.astype(compute_dtype),
         grad_k.astype(k_BGTK.dtype),
         grad_v.astype(v_BGTV.dtype),
         None,
         None,
+        grad_sinks,
     )
 
 

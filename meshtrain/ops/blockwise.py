@@ -54,6 +54,7 @@ def attention(
     window,
     block=0,
     dropout=None,
+    sinks_H=None,
 ) -> jax.Array:
     """Returns the attention (B, S, H, V) of `ops.attention.attention`; `scale` has no default."""
     B, S, H, K = q_BSHK.shape
@@ -77,7 +78,8 @@ def attention(
         dropout=dropout,
         query_start=start,
     )
-    out = _attention(scale, softcap, q, k, v, visibility)
+    sinks = None if sinks_H is None else sinks_of_queries(sinks_H, q, s)
+    out = _attention(scale, softcap, q, k, v, visibility, sinks)
     out = out.reshape(-1, B, G, R, s, out.shape[-1])
     return jnp.einsum("nbgrsv->bnsgrv", out).reshape(B, -1, H, out.shape[-1])[:, :S]
 
@@ -90,33 +92,53 @@ def _blocks(x: jax.Array, size: int, order: str) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(scale, softcap, q, k, v, visibility):
-    return _forward(scale, softcap, q, k, v, visibility)[0]
+def _attention(scale, softcap, q, k, v, visibility, sinks):
+    return _forward(scale, softcap, q, k, v, visibility, sinks)[0]
 
 
-def _forward(scale, softcap, q, k, v, visibility):
-    """q is (N, B, G, R s, K), k (N, B, G, t, K), v (N, B, G, t, V)."""
-    softmax = add_keys(scale, softcap, no_keys(q, v.shape[-1]), q, k, v, visibility)
+def _forward(scale, softcap, q, k, v, visibility, sinks):
+    """q is (N, B, G, R s, K), k (N, B, G, t, K), v (N, B, G, t, V), sinks (N, B, G, R s)."""
+    softmax = add_keys(scale, softcap, no_keys(q, v.shape[-1], sinks), q, k, v, visibility)
     out, log_z = finish(softmax, q.dtype)
-    return out, (q, k, v, visibility, out, log_z)
+    return out, (q, k, v, visibility, sinks, out, log_z)
 
 
 def _backward(scale, softcap, residuals, grad_out):
-    q, k, v, visibility, out, log_z = residuals
+    q, k, v, visibility, sinks, out, log_z = residuals
     zeros = jnp.zeros(k.shape, log_z.dtype), jnp.zeros(v.shape, log_z.dtype)
-    seen = log_z, row_dot(out, grad_out, log_z.dtype), grad_out
+    row_dots = row_dot(out, grad_out, log_z.dtype)
+    seen = log_z, row_dots, grad_out
     grad_q, grad_k, grad_v = gradients(scale, softcap, q, k, v, visibility, seen, zeros)
-    return grad_q.astype(q.dtype), grad_k.astype(k.dtype), grad_v.astype(v.dtype), None
+    grad_sinks = None if sinks is None else gradient_of_sinks(sinks, log_z, row_dots)
+    grads = grad_q.astype(q.dtype), grad_k.astype(k.dtype), grad_v.astype(v.dtype)
+    return *grads, None, grad_sinks
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def no_keys(q: jax.Array, value_size: int) -> Softmax:
-    """Returns the softmax of queries (N, ..., R s, K) before any key, for values of these dims."""
+def no_keys(q: jax.Array, value_size: int, sinks: jax.Array | None = None) -> Softmax:
+    """Returns the softmax of queries (N, ..., R s, K) before any key, for values of these dims.
+
+    With `sinks` (N, ..., R s), the softmax of a key that has them as scores, and the value 0.
+    """
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    zeros = jnp.zeros(q.shape[:-1], dtype), jnp.zeros((*q.shape[:-1], value_size), dtype)
-    return jnp.full(q.shape[:-1], jnp.finfo(dtype).min), *zeros
+    no_values = jnp.zeros((*q.shape[:-1], value_size), dtype)
+    if sinks is not None:
+        return sinks.astype(dtype), jnp.ones(q.shape[:-1], dtype), no_values
+    return jnp.full(q.shape[:-1], jnp.finfo(dtype).min), jnp.zeros(q.shape[:-1], dtype), no_values
+
+
+def sinks_of_queries(sinks_H: jax.Array, q: jax.Array, s: int) -> jax.Array:
+    """Returns the sink of each query (N, ..., G, R s, K): (N, ..., G, R s)."""
+    G = q.shape[-3]
+    sinks = jnp.repeat(sinks_H.reshape(G, -1), s, axis=1)
+    return jnp.broadcast_to(sinks[(None,) * (q.ndim - 3)], q.shape[:-1])
+
+
+def gradient_of_sinks(sinks: jax.Array, log_z: jax.Array, row_dots: jax.Array) -> jax.Array:
+    """Returns the gradient of the sink of each query; arguments as in `gradients`."""
+    return (-jnp.exp(sinks - log_z) * row_dots).astype(sinks.dtype)
 
 
 def add_keys(

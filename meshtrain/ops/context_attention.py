@@ -55,6 +55,7 @@ def attention(
     window: jax.Array | int | None,
     implementation: str,
     dropout: Dropout | None,
+    sinks_H: jax.Array | None,
 ) -> jax.Array:
     """Returns the attention (B, S, H, K) of sequences in zigzag order, by "ring" or "gather"."""
     S = q_BSHK.shape[1]
@@ -71,30 +72,34 @@ def attention(
     )
     segments = jnp.zeros((1, S), jnp.int32) if segments_BS is None else segments_BS
     window = jnp.int32(S if window is None else window)
-    return _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout)
+    return _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, sinks_H)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout):
-    return _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout)[0]
+def _attention(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, sinks_H):
+    return _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, sinks_H)[0]
 
 
-def _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout):
+def _forward(options, q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, sinks_H):
     """Keeps residuals that are not in blocks: they share memory with those of the layer."""
     queries, keys = _queries_and_keys(options, q_BSHK, k_BSGK, v_BSGK, segments)
-    softmaxes = tuple(blockwise.no_keys(q, v_BSGK.shape[-1]) for q, _ in queries)
+    softmaxes = tuple(
+        blockwise.no_keys(q, v_BSGK.shape[-1], _sinks_of(options, sinks_H, q)) for q, _ in queries
+    )
     visit = partial(_visit, options, window, dropout, queries)
     softmaxes = _rounds(options, visit, softmaxes, keys)
     dtype = q_BSHK.dtype
     out, log_z = zip(*(blockwise.finish(half, dtype) for half in softmaxes), strict=True)
     out_BSHK = _join(options, out, dtype)
-    return out_BSHK, (q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, out_BSHK, log_z)
+    inputs = q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, sinks_H
+    return out_BSHK, (inputs, out_BSHK, log_z)
 
 
 def _backward(options, residuals, grad_BSHK):
     # Without a barrier XLA would keep what the forward pass fetched, instead of fetching it again.
     residuals, grad_BSHK = jax.lax.optimization_barrier((residuals, grad_BSHK))
-    q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, out_BSHK, log_z = residuals
+    inputs, out_BSHK, log_z = residuals
+    q_BSHK, k_BSGK, v_BSGK, segments, window, dropout, sinks_H = inputs
     queries, keys = _queries_and_keys(options, q_BSHK, k_BSGK, v_BSGK, segments)
     G, dtype = k_BSGK.shape[2], log_z[0].dtype
     # Not in blocks: the output would be kept a second time, in blocks.
@@ -111,9 +116,29 @@ def _backward(options, residuals, grad_BSHK):
 
     grad_q, sums = _rounds(options, visit, (zeros, sums), keys)
     grads = grad_q, *zip(*finish(sums), strict=True)
-    inputs = q_BSHK, k_BSGK, v_BSGK
-    joined = (_join(options, grad, x.dtype) for grad, x in zip(grads, inputs, strict=True))
-    return *joined, None, None, None
+    joined = (
+        _join(options, grad, x.dtype)
+        for grad, x in zip(grads, (q_BSHK, k_BSGK, v_BSGK), strict=True)
+    )
+    return *joined, None, None, None, _gradient_of_sinks(options, sinks_H, log_z, row_dots)
+
+
+def _sinks_of(options: Options, sinks_H: jax.Array | None, q: jax.Array) -> jax.Array | None:
+    """Returns the sink of each query (n, B, c, G, R b, K), or None."""
+    return None if sinks_H is None else blockwise.sinks_of_queries(sinks_H, q, options.block)
+
+
+def _gradient_of_sinks(options: Options, sinks_H, log_z, row_dots) -> jax.Array | None:
+    """Returns the gradient (H,) of the sinks, from both halves of `log_z` and `row_dots`."""
+    if sinks_H is None:
+        return None
+    sums = []
+    for half, row_dots_of_half in zip(log_z, row_dots, strict=True):
+        sinks = blockwise.sinks_of_queries(sinks_H, half[..., None], options.block)
+        grads = blockwise.gradient_of_sinks(sinks, half, row_dots_of_half[..., 0])
+        grads = grads.reshape(*half.shape[:4], -1, options.block)
+        sums.append(grads.astype(half.dtype).sum((0, 1, 2, 5)).reshape(-1))
+    return jnp.add(*sums).astype(sinks_H.dtype)
 
 
 _attention.defvjp(_forward, _backward)

@@ -25,7 +25,12 @@ SEGMENT_CODE = "segment_code"  # the scope in which the code is rounded to the d
 
 
 def why_not(
-    head_dim: int, dtype: jax.typing.DTypeLike, softcap: float, packed: bool, dropout: bool = False
+    head_dim: int,
+    dtype: jax.typing.DTypeLike,
+    softcap: float,
+    packed: bool,
+    dropout: bool = False,
+    sinks: bool = False,
 ) -> str:
     """Returns why cuDNN's fused attention does not support these inputs; "" if it does."""
     platform, capability = accelerator.platform(), capability_of_target()
@@ -38,6 +43,8 @@ def why_not(
         return f"it computes in bfloat16 or float16, and train.dtype is {jnp.dtype(dtype)}"
     if dropout:
         return "its masks differ between layouts, and model.dropout is more than 0"
+    if sinks:
+        return "it does not support model.attention_sinks"
     if softcap:
         return f"it does not support a soft cap, and model.attention_softcap is {softcap}"
     # Of the backward pass: docs.nvidia.com/deeplearning/cudnn/frontend, operations, attention.

@@ -59,14 +59,16 @@ def feed_forward(
     first: jax.Array | int,
     kernels: tuple[jax.Array, ...],
     *,
+    has_bias: bool = False,
     num_rows: int | None = None,
     block: int | None = None,
 ) -> jax.Array:
     """Returns the weighted sum of the outputs of experts `first` to `first` + n - 1: (T, D).
 
     `experts` are numbers below `num_experts`, or DROPPED. `kernels` are the projections (n, D, F),
-    whose results `combine` accepts, and last the output projection (n, F, D). `num_rows` are the
-    rows of all experts, also those of other shards; by default T k.
+    whose results `combine` accepts, and last the output projection (n, F, D). With `has_bias` their
+    biases (n, F) and (n, D) follow. `num_rows` are the rows of all experts, also those of other
+    shards; by default T k.
     """
     n = len(kernels[0])
     num_rows = experts_Tk.size if num_rows is None else num_rows
@@ -75,13 +77,18 @@ def feed_forward(
     order_R = jnp.argsort(local_R, stable=True)
     sizes_n = (local_R[:, None] == jnp.arange(n)[None]).sum(0)
     if chosen_kernel(x_TD.dtype, *kernels[0].shape[1:]) == "grouped":
-        passes = _Passes.of(experts_Tk, num_rows, num_experts, n)
+        passes = _Passes.of(experts_Tk, num_rows, num_experts, n, has_bias=has_bias)
         with jax.named_scope(EXPERTS):
             return _in_passes(combine, passes, x_TD, weights_Tk, kernels, order_R, sizes_n)
     # With fewer rows than experts, the first pass would read the weights of experts that have none.
     share = -(-num_rows // num_experts) if num_rows >= num_experts else 0
     default = BLOCK if accelerator.platform() == "cpu" else BLOCK_OF_ACCELERATORS
-    size = _Size(share, min(block or default, experts_Tk.size), experts_Tk.shape[1])
+    size = _Size(
+        share=share,
+        block=min(block or default, experts_Tk.size),
+        k=experts_Tk.shape[1],
+        has_bias=has_bias,
+    )
     with jax.named_scope(EXPERTS):
         return _batched(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n)
 
@@ -112,6 +119,7 @@ class _Size(NamedTuple):
     share: int  # rows per expert in the first pass
     block: int  # rows of a block
     k: int  # rows of a token
+    has_bias: bool
 
 
 class _Rows(NamedTuple):
@@ -122,20 +130,50 @@ class _Rows(NamedTuple):
     valid: jax.Array  # (..., b) False: beyond the last row of the expert
 
 
-def _compute(combine: Combine, rows: _Rows, x_TD, weights_R, *kernels: jax.Array) -> jax.Array:
+def _compute(
+    combine: Combine, has_bias: bool, rows: _Rows, x_TD, weights_R, *kernels: jax.Array
+) -> jax.Array:
     """Returns the weighted outputs of rows (..., b) for kernels (..., D, F): (..., b, D)."""
-    *projections, down = kernels
+    *projections, down = _with_biases(kernels, has_bias)
 
     def project(x_TD, *projections):
         x_bD = x_TD[rows.token]
-        return [x_bD @ kernel for kernel in projections]
+        return [_plus(x_bD @ kernel, bias) for kernel, bias in projections]
 
     def output(down, weights_R, *projected):
+        kernel, bias = down
         weights_b = jnp.where(rows.valid, weights_R[rows.row], 0)
-        return _weighted(combine(*projected), weights_b) @ down
+        y_bD = _weighted(combine(*projected), weights_b) @ kernel
+        return y_bD if bias is None else _plus(y_bD, bias, weights_b)
 
     projected = recomputed(project, x_TD, *projections)
     return recomputed(output, down, weights_R, *projected)
+
+
+def _with_biases(
+    kernels: tuple[jax.Array, ...], has_bias: bool
+) -> list[tuple[jax.Array, jax.Array | None]]:
+    """Returns each kernel with its bias: all biases follow all kernels."""
+    if not has_bias:
+        return [(kernel, None) for kernel in kernels]
+    half = len(kernels) // 2
+    return list(zip(kernels[:half], kernels[half:], strict=True))
+
+
+def _plus(
+    x_bF: jax.Array, bias_F: jax.Array | None, weights_b: jax.Array | None = None
+) -> jax.Array:
+    """Returns x (..., b, F) plus a bias (..., F), which is first multiplied by each row's weight.
+
+    In float32, because the gradient of the bias is a sum over rows.
+    """
+    if bias_F is None:
+        return x_bF
+    wide = jnp.promote_types(x_bF.dtype, jnp.float32)
+    bias_bF = bias_F.astype(wide)[..., None, :]
+    if weights_b is not None:
+        bias_bF = bias_bF * weights_b.astype(wide)[..., None]
+    return (x_bF.astype(wide) + bias_bF).astype(x_bF.dtype)
 
 
 def _weighted(hidden_bF: jax.Array, weights_b: jax.Array) -> jax.Array:
@@ -154,7 +192,7 @@ class _Plan:
 
     def __init__(self, size: _Size, order_R: jax.Array, sizes_n: jax.Array):
         num_rows, n = len(order_R), len(sizes_n)
-        share, self.block, self.k = size
+        share, self.block, self.k, _ = size
         self.padded = jnp.pad(order_R, (0, max(share, self.block)))
         start_n = jnp.cumsum(sizes_n) - sizes_n
         place_nC = start_n[:, None] + jnp.arange(share)[None]
@@ -194,12 +232,13 @@ def _forward(combine, size, x_TD, weights_Tk, kernels, order_R, sizes_n):
     weights_R = weights_Tk.reshape(-1)
 
     def first_pass(x_TD, weights_R, *kernels):
-        y_nCD = _compute(combine, plan.first, x_TD, weights_R, *kernels)
+        y_nCD = _compute(combine, size.has_bias, plan.first, x_TD, weights_R, *kernels)
         return jnp.zeros_like(x_TD).at[plan.first.token].add(y_nCD)
 
     def add_block(number, out_TD):
         rows, expert = plan.rows_of(number), plan.expert[number]
-        y_bD = _compute(combine, rows, x_TD, weights_R, *(_entry(one, expert) for one in kernels))
+        own = [_entry(one, expert) for one in kernels]
+        y_bD = _compute(combine, size.has_bias, rows, x_TD, weights_R, *own)
         return (out_TD.at[rows.token].add(y_bD),)
 
     out_TD, vjp = jax.vjp(first_pass, x_TD, weights_R, *kernels)
@@ -218,7 +257,7 @@ def _backward(combine, size, kept, grad_TD):
         # Its own rows alone: a gradient of all tokens in every block would cost more than the
         # block.
         inside = _Rows(jnp.arange(plan.block), jnp.arange(plan.block), rows.valid)
-        compute = partial(_compute, combine, inside)
+        compute = partial(_compute, combine, size.has_bias, inside)
         _, block_vjp = jax.vjp(compute, x_TD[rows.token], weights_R[rows.row], *own)
         grad_rows, grad_b, *grads = block_vjp(grad_TD[rows.token])
         added = [
@@ -252,9 +291,12 @@ class _Passes(NamedTuple):
     expected: int  # rows of all these experts, if all experts are used equally
     has_more: bool  # whether there may be further passes
     k: int  # rows of a token
+    has_bias: bool
 
     @classmethod
-    def of(cls, experts_Tk: jax.Array, num_rows: int, num_experts: int, n: int) -> "_Passes":
+    def of(
+        cls, experts_Tk: jax.Array, num_rows: int, num_experts: int, n: int, *, has_bias: bool
+    ) -> "_Passes":
         """Returns the passes for `n` of the experts; `num_rows` are those of all experts."""
         # Rows of a tile are computed together, so that fewer would not be faster.
         tile = 1 if accelerator.platform() == "cpu" else grouped.TILE
@@ -264,7 +306,13 @@ class _Passes(NamedTuple):
         size = min(all_rows, -(-size // tile) * tile)
         if n == num_experts:
             size = all_rows
-        return cls(size, expected, size < experts_Tk.size, experts_Tk.shape[1])
+        return cls(
+            size=size,
+            expected=expected,
+            has_more=size < experts_Tk.size,
+            k=experts_Tk.shape[1],
+            has_bias=has_bias,
+        )
 
 
 class _Order(NamedTuple):
@@ -295,7 +343,7 @@ def _pass(
     *kernels: jax.Array,
 ) -> jax.Array:
     """Returns what the rows of pass `number` add to each token: (T, D)."""
-    *projections, down = kernels
+    *projections, down = _with_biases(kernels, c.has_bias)
     start = number * c.size
     row_C = jax.lax.dynamic_slice_in_dim(order.padded, start, c.size)
     ends_n = jnp.clip(order.end_n - start, 0, c.size)
@@ -311,14 +359,29 @@ def _pass(
         is_sent_tm=is_own_Tk,
     )
     product = partial(grouped.grouped_dot, sizes_G=sizes_n, expected_rows=c.expected)
+    expert_C = jnp.minimum(
+        jnp.searchsorted(ends_n, jnp.arange(c.size), side="right"), len(ends_n) - 1
+    )
+
+    def plus(x_CF, bias_nF, weights_C=None):
+        if bias_nF is None:
+            return x_CF
+        wide = jnp.promote_types(x_CF.dtype, jnp.float32)
+        # Rows beyond all groups may hold NaN, so that their gradients are masked as well.
+        bias_CF = jnp.where(is_filled_C[:, None], bias_nF.astype(wide)[expert_C], 0)
+        if weights_C is not None:
+            bias_CF = bias_CF * weights_C.astype(wide)[:, None]
+        return (x_CF.astype(wide) + bias_CF).astype(x_CF.dtype)
 
     def project(x_TD, *projections):
         (x_CD,) = dispatch.send(x_TD, places)
-        return [product(x_CD, kernel) for kernel in projections]
+        return [plus(product(x_CD, kernel), bias) for kernel, bias in projections]
 
     def output(down, weights_Tk, *projected):
+        kernel, bias = down
         weights_C = jnp.where(is_filled_C, weights_Tk.reshape(-1)[row_C], 0)
-        return product(_weighted(combine(*projected), weights_C), down)
+        y_CD = product(_weighted(combine(*projected), weights_C), kernel)
+        return plus(y_CD, bias, weights_C)
 
     projected = recomputed(project, x_TD, *projections)
     y_CD = recomputed(output, down, weights_Tk, *projected)

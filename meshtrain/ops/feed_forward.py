@@ -59,35 +59,42 @@ def _gelu_backward(x, grad):
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
+def clamped_swiglu(up: jax.Array, gate: jax.Array, *, limit: float, slope: float) -> jax.Array:
+    """Returns (up + 1) gate sigmoid(slope gate), with clamped up and gate (gpt-oss)."""
+    gate = jnp.minimum(gate, limit)
+    up = jnp.clip(up, -limit, limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(slope * gate))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gated_product(
     product: Callable[[jax.Array, jax.Array], jax.Array],
-    activation: Callable[[jax.Array], jax.Array],
+    gated: Callable[[jax.Array, jax.Array], jax.Array],
     up: jax.Array,
     gate: jax.Array,
     kernel: jax.Array,
 ) -> jax.Array:
-    """Returns product(activation(gate) * up, kernel): SwiGLU or GeGLU (arXiv 2002.05202).
+    """Returns product(gated(up, gate), kernel), such as SwiGLU or GeGLU (arXiv 2002.05202).
 
     The backward pass reads up, gate and the gradient of the hidden activations once, and writes
     their gradients and, for the gradient of the kernel, the hidden activations in the same pass.
-    `product` is linear in both arguments, and closes over no arrays.
+    `product` is linear in both arguments, and neither function closes over arrays.
     """
-    return product(activation(gate) * up, kernel)
+    return product(gated(up, gate), kernel)
 
 
-def _gated_product_forward(product, activation, up, gate, kernel):
+def _gated_product_forward(product, gated, up, gate, kernel):
     up, gate = checkpoint_name(up, MLP_UP), checkpoint_name(gate, MLP_GATE)
-    return product(activation(gate) * up, kernel), (up, gate, kernel)
+    return product(gated(up, gate), kernel), (up, gate, kernel)
 
 
-def _gated_product_backward(product, activation, residuals, grad):
+def _gated_product_backward(product, gated, residuals, grad):
     up, gate, kernel = residuals
     like_hidden = jax.ShapeDtypeStruct(up.shape, up.dtype)
     (grad_hidden,) = jax.linear_transpose(lambda hidden: product(hidden, kernel), like_hidden)(grad)
     # Otherwise XLA would compute the hidden activations in a pass of their own, before grad_hidden.
     up, gate, grad_hidden = jax.lax.optimization_barrier((up, gate, grad_hidden))
-    hidden, vjp = jax.vjp(lambda up, gate: activation(gate) * up, up, gate)
+    hidden, vjp = jax.vjp(gated, up, gate)
     grad_up, grad_gate = vjp(grad_hidden)
     (grad_kernel,) = jax.linear_transpose(lambda kernel: product(hidden, kernel), kernel)(grad)
     return grad_up, grad_gate, grad_kernel

@@ -21,7 +21,7 @@ from meshtrain.parallel.remat import ATTENTION
 LANES = 128  # of a vector register: the tokens of a block are a multiple of it
 
 
-def why_not(dtype: jax.typing.DTypeLike, dropout: bool) -> str:
+def why_not(dtype: jax.typing.DTypeLike, dropout: bool, sinks: bool = False) -> str:
     """Returns why splash attention does not support these inputs; "" if it does.
 
     It supports every head dim, soft cap, window and packed row. On CPUs it is interpreted, and its
@@ -37,6 +37,8 @@ def why_not(dtype: jax.typing.DTypeLike, dropout: bool) -> str:
         return f"it computes in bfloat16 or float32, and train.dtype is {jnp.dtype(dtype)}"
     if dropout:
         return "it has no dropout, and model.dropout is more than 0"
+    if sinks:
+        return "it does not support model.attention_sinks"
     return ""
 
 

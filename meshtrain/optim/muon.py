@@ -104,13 +104,15 @@ def matrices(axes: Any) -> Any:
 
     The names of its dims decide. Stacked dims come first. The other dims must be two, where "heads"
     and "head_dim" count as one. Embeddings and heads, with a dim "vocab" or the key "embedding",
-    are none, nor are parameters without names.
+    are none, nor are biases and parameters without names.
     """
 
     def matrix(path, names):
         stacked = stacked_dims(names)
-        is_table = "vocab" in names or getattr(path[-1], "key", None) == "embedding"
-        if is_table or not any(names[len(stacked) :]):
+        key = getattr(path[-1], "key", None)
+        is_table = "vocab" in names or key == "embedding"
+        # The biases of experts have two dims.
+        if is_table or key == "bias" or not any(names[len(stacked) :]):
             return None
         dims_of_side: dict[Any, tuple[int, ...]] = {}
         for dim in range(len(stacked), len(names)):

@@ -5,7 +5,7 @@
 logits.npz has `tokens` (2, S) and their `logits` (2, S, V); `lengths` (2,), and the logits with
 each row truncated to its length (`padded`, 0 elsewhere); `documents` (3,), lengths whose sum is S,
 and the logits of the first row with each document computed separately (`packed`, (S, V)). Those of
-mixtures of experts also have, of each step of generation with a cache, the token and its logits
+WITH_GENERATION also have, of each step of generation with a cache, the token and its logits
 (`generated` (2, N), `steps` (2, N, V)).
 
 rope.json has the frequencies and attention factors of ROPE_INIT_FUNCTIONS for the ropes in ROPES.
@@ -54,6 +54,21 @@ LATENT = SIZES | dict(
     n_shared_experts=2,
 )
 del LATENT["head_dim"]
+SMALL = SIZES | dict(**TOKEN_IDS, vocab_size=31, num_hidden_layers=2, bos_token_id=None)
+NO_HEAD_DIM = {key: size for key, size in SMALL.items() if key != "head_dim"}
+SMALL_LATENT = LATENT | dict(vocab_size=31, num_hidden_layers=2)
+EXPERTS = dict(
+    moe_intermediate_size=10,
+    n_routed_experts=6,
+    n_shared_experts=1,
+    num_experts_per_tok=3,
+    routed_scaling_factor=1.5,
+)
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.25, 1.5],
+    "long_factor": [2.0, 5.0, 9.0],
+}
 FAMILIES = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=61, n_embd=16, n_layer=3, n_head=2, n_positions=32
@@ -99,6 +114,74 @@ FAMILIES = {
         num_experts=5,
         num_experts_per_tok=2,
         norm_topk_prob=False,
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(
+        **SIZES, **TOKEN_IDS, rope_parameters=ROPE, attention_bias=True
+    ),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **{**SIZES, "num_hidden_layers": 4},
+        **TOKEN_IDS,
+        rope_parameters={
+            "full_attention": {**ROPE, **YARN, "original_max_position_embeddings": 8},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+        sliding_window=5,
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **SIZES,
+        **TOKEN_IDS,
+        bos_token_id=None,
+        rope_parameters=ROPE,
+        no_rope_layers=[1, 0, 1],
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=5,
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **SIZES,
+        rope_parameters=ROPE,
+        tie_word_embeddings=True,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.3,
+        logits_scaling=6.0,
+    ),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(
+        **SIZES,
+        rope_parameters=ROPE,
+        attention_bias=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=0.7,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **{**SIZES, "head_dim": 4},
+        rope_parameters=ROPE,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=2,
+        moe_intermediate_size=10,
+        shared_expert_intermediate_size=14,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES,
+        rope_parameters={
+            **ROPE,
+            **YARN,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+        sliding_window=5,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        swiglu_limit=0.5,
+        swiglu_alpha=1.5,
     ),
     "dots1": lambda: transformers.Dots1Config(
         **{**SIZES, "num_hidden_layers": 4},
@@ -174,13 +257,103 @@ FAMILIES = {
         sliding_window_pattern=2,
         query_pre_attn_scalar=5,
     ),
+    "gemma": lambda: transformers.GemmaConfig(**SMALL, rope_parameters=ROPE),
+    "vaultgemma": lambda: transformers.VaultGemmaConfig(
+        **SMALL, rope_parameters=ROPE, sliding_window=5, query_pre_attn_scalar=7
+    ),
+    "seed_oss": lambda: transformers.SeedOssConfig(**SMALL, rope_parameters=ROPE),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SMALL,
+        rope_parameters=ROPE,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "cwm": lambda: transformers.CwmConfig(
+        **{**SMALL, "bos_token_id": 0},
+        rope_parameters={**ROPE, **LLAMA3, "original_max_position_embeddings": 16},
+        sliding_window=5,
+    ),
+    "starcoder2": lambda: transformers.Starcoder2Config(
+        **NO_HEAD_DIM, rope_parameters=ROPE, sliding_window=5
+    ),
+    "stablelm": lambda: transformers.StableLmConfig(
+        **{**NO_HEAD_DIM, "hidden_size": 32},
+        rope_parameters={**ROPE, "partial_rotary_factor": 0.25},
+        use_qkv_bias=True,
+    ),
+    "phi3": lambda: transformers.Phi3Config(**NO_HEAD_DIM, rope_parameters=dict(ROPE)),
+    "phi3_longrope": lambda: transformers.Phi3Config(
+        **{**NO_HEAD_DIM, "hidden_size": 32},
+        rope_parameters={**ROPE, **LONGROPE, "partial_rotary_factor": 0.75},
+        original_max_position_embeddings=32,  # more than a row has
+    ),
+    "glm": lambda: transformers.GlmConfig(
+        **{**SMALL, "head_dim": 8}, rope_parameters={**ROPE, "partial_rotary_factor": 0.5}
+    ),
+    "glm4": lambda: transformers.Glm4Config(
+        **{**SMALL, "head_dim": 8},
+        rope_parameters={**ROPE, "partial_rotary_factor": 0.5},
+        attention_bias=False,
+    ),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**SMALL, rope_parameters=ROPE, use_bias=True),
+    "helium": lambda: transformers.HeliumConfig(**{**SMALL, "head_dim": 4}, rope_parameters=ROPE),
+    "youtu": lambda: transformers.YoutuConfig(
+        **{key: size for key, size in SMALL_LATENT.items() if key not in EXPERTS},
+        rope_parameters={**ROPE, **YARN, **MSCALES, "original_max_position_embeddings": 8},
+        q_lora_rank=9,
+    ),
+    "solar_open": lambda: transformers.SolarOpenConfig(
+        **{key: size for key, size in SMALL.items() if key != "intermediate_size"},
+        **EXPERTS,
+        rope_parameters=ROPE,
+        attention_bias=True,
+    ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **{**SMALL, "head_dim": 8},
+        **EXPERTS,
+        rope_parameters={**ROPE, "partial_rotary_factor": 0.5},
+        use_qk_norm=True,
+        attention_bias=True,
+        num_mtp_layers=0,
+    ),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **NO_HEAD_DIM,
+        rope_parameters=ROPE,
+        moe_intermediate_size=10,
+        moe_num_experts=6,
+        moe_k=3,
+        moe_num_shared_experts=2,
+    ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **{**SMALL, "head_dim": 8},
+        rope_parameters=dict(ROPE),
+        rotary_dim=4,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+    ),
+    "hy_v3": lambda: transformers.HYV3Config(
+        **SMALL,
+        rope_parameters=dict(ROPE),
+        moe_intermediate_size=10,
+        num_experts=6,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+    ),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(
+        **{**SMALL_LATENT, **EXPERTS}, rope_parameters=ROPE, q_lora_rank=9
+    ),
 }
 DEEPSEEK_FAMILIES = (
     "deepseek_v2",
     "deepseek_v2_groups",
     "deepseek_v3",
 )  # written by transformers 5.24.0
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1", *DEEPSEEK_FAMILIES)
+NEW_MIXTURES = ("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite", "minimax_m2", "hy_v3")
+NEW_MIXTURES += ("granitemoe", "qwen2_moe", "gpt_oss")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1", *DEEPSEEK_FAMILIES, *NEW_MIXTURES)
+# Families without experts whose cache is tested: the kinds of rope, and other pieces of maths.
+CACHED = ("glm4", "stablelm", "youtu", "olmo2", "olmo3", "smollm3", "granite")
+WITH_GENERATION = (*MIXTURES, *CACHED)
 
 # (head dim, max_position_embeddings, length of the row, rope_parameters)
 QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -201,6 +374,10 @@ ROPES = [
     (128, 4096, 2048, DYNAMIC),
     (128, 4096, 4096, DYNAMIC),
     (128, 4096, 16384, DYNAMIC),
+    (6, 64, 16, {**ROPE, **LONGROPE, "original_max_position_embeddings": 16}),
+    (6, 64, 17, {**ROPE, **LONGROPE, "original_max_position_embeddings": 16}),
+    (6, 64, 64, {**ROPE, **LONGROPE, "factor": 32.0, "original_max_position_embeddings": 16}),
+    (6, 64, 64, {**ROPE, **LONGROPE, "attention_factor": 1.5, "factor": 4.0}),
     (64, 2048, 5000, {**DYNAMIC, "factor": 4.0, "original_max_position_embeddings": 512}),
 ]
 
@@ -289,8 +466,9 @@ def main(*chosen: str):
         folder = FOLDER / name
         model = model_of(config())
         save(model, folder)
-        generation = generation_of(model, tokens) if name in MIXTURES else {}
-        np.savez_compressed(folder / "logits.npz", **logits_of(model, tokens), **generation)
+        rows = tokens % model.config.vocab_size
+        generation = generation_of(model, rows) if name in WITH_GENERATION else {}
+        np.savez_compressed(folder / "logits.npz", **logits_of(model, rows), **generation)
     if chosen:
         return
     write_dynamic(HERE / "dynamic", tokens)

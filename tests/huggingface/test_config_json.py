@@ -226,6 +226,107 @@ ROWS = [
     ),
     ("qwen3_moe", dict(use_sliding_window=True, sliding_window=None), {}),
     ("qwen3_moe", dict(use_sliding_window=False, sliding_window=4), {}),
+    # OLMo 2 and 3. The top-level theta of OLMo 3 is that of global layers alone.
+    ("olmo2", dict(rope_parameters=REMOVED, rms_norm_eps=REMOVED), dict(rope_theta=1e4)),
+    ("olmo2", dict(sliding_window=4), "sliding_window=4"),
+    ("olmo2", dict(layer_types=[LOCAL] * 3), "layer_types="),
+    ("olmo3", dict(layer_types=[FULL] * 4), dict(attention="g", window=0)),
+    ("olmo3", dict(sliding_window=None), "sliding_window=None"),
+    (
+        "olmo3",
+        dict(rope_parameters=REMOVED, rope_theta=77.0, rope_local_base_freq=5.0),
+        dict(rope_theta=77.0, rope_scaling=(), rope_theta_local=5e5),
+    ),
+    (
+        "olmo3",
+        dict(rope_parameters=REMOVED, rope_scaling=YARN),
+        dict(rope_theta=100.0, rope_scaling=yarn(), rope_theta_local=5e5),
+    ),
+    (
+        "olmo3",
+        dict(rope_parameters={FULL: YARN, LOCAL: dict(rope_theta=5.0)}),
+        dict(rope_theta=100.0, rope_scaling=yarn(), rope_theta_local=5.0),
+    ),
+    ("olmo3", dict(rope_parameters=LINEAR), "reads only those of full_attention"),
+    # SmolLM3: a list of the layers with rope, or an interval; layers without may be local.
+    (
+        "smollm3",
+        dict(no_rope_layers=None, no_rope_layer_interval=3, layer_types=None),
+        dict(rope_layers="rrn", attention="ggl"),
+    ),
+    (
+        "smollm3",
+        dict(no_rope_layers=REMOVED, layer_types=REMOVED, use_sliding_window=REMOVED),
+        dict(rope_layers="r", attention="g"),
+    ),
+    (
+        "smollm3",
+        dict(no_rope_layers=[0, 0, 2], layer_types=None),
+        dict(rope_layers="nnr", attention="llg"),
+    ),
+    ("smollm3", dict(no_rope_layers=[0] * 3), dict(rope_layers="n")),
+    ("smollm3", dict(layer_types=[LOCAL, FULL, LOCAL]), dict(attention="lgl")),
+    ("smollm3", dict(use_sliding_window=False), "use_sliding_window=False"),
+    ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers=[1, 0]"),
+    ("smollm3", dict(no_rope_layers=["1"] * 3), "no_rope_layers="),
+    (
+        "smollm3",
+        dict(no_rope_layers=None, no_rope_layer_interval=0, layer_types=None),
+        "no_rope_layer_interval=0",
+    ),
+    ("smollm3", dict(attention_bias=False, mlp_bias=True), "mlp_bias=True, attention_bias=False"),
+    # Granite: each factor is 1 if it is missing, that of the scores too.
+    ("granite", dict(attention_multiplier=REMOVED), dict(query_scale=1.0)),
+    ("granite", dict(embedding_multiplier=REMOVED), dict(embed_scale=1.0)),
+    (
+        "granite",
+        dict(residual_multiplier=1, logits_scaling=REMOVED),
+        dict(branch_scale=1.0, logit_scale=1.0),
+    ),
+    ("granite", dict(logits_scaling=7), dict(logit_scale=1 / 7)),
+    ("granite", dict(sliding_window=4), "sliding_window=4"),
+    *(
+        ("granite", {key: value}, f"{key}={value}")
+        for key in ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
+        for value in (None, 0, -1.0, True)
+    ),
+    ("granitemoe", dict(logits_scaling=REMOVED), dict(logit_scale=1.0)),
+    ("granitemoe", dict(num_experts_per_tok=1), dict(experts_per_token=1)),
+    # Qwen2-MoE: every second of the first layers is local, not the last ones.
+    (
+        "qwen2_moe",
+        dict(layer_types=None, max_window_layers=9, norm_topk_prob=True),
+        dict(attention="lg", router="topk_softmax"),
+    ),
+    ("qwen2_moe", dict(layer_types=None, use_sliding_window=False), dict(attention="g")),
+    (
+        "qwen2_moe",
+        dict(layer_types=None, use_sliding_window=False, sliding_window=0),
+        dict(attention="g"),
+    ),
+    ("qwen2_moe", dict(sliding_window=0), "sliding_window=0"),
+    ("qwen2_moe", dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
+    ("qwen2_moe", dict(mlp_only_layers=[0]), "mlp_only_layers=[0]"),
+    ("qwen2_moe", dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size=0"),
+    # gpt-oss: without any rope it has YaRN; an empty one is none.
+    *(
+        (
+            "gpt_oss",
+            dict(rope_parameters=missing, rope_theta=9.0),
+            dict(rope_theta=9.0, rope_scaling=("yarn", 32.0, 32.0, 1.0, 4096.0, 0.0, False)),
+        )
+        for missing in (REMOVED, None)
+    ),
+    ("gpt_oss", dict(rope_parameters={}), dict(rope_theta=15e4, rope_scaling=())),
+    ("gpt_oss", dict(rope_scaling=LINEAR), dict(rope_theta=77.0, rope_scaling=("linear", 3.0))),
+    (
+        "gpt_oss",
+        dict(swiglu_limit=REMOVED, swiglu_alpha=1.25),
+        dict(glu_limit=7.0, glu_slope=1.25),
+    ),
+    ("gpt_oss", dict(swiglu_limit=None), "swiglu_limit=None"),
+    ("gpt_oss", dict(sliding_window=None), "sliding_window=None"),
+    ("gpt_oss", dict(layer_types=[FULL] * 3), dict(attention="g")),
     # transformers rejects these, too.
     ("gemma2", dict(query_pre_attn_scalar=6.5), "query_pre_attn_scalar=6.5"),
     (
@@ -329,7 +430,6 @@ NOT_EXPORTED = [
     ("gpt2", dict(head_dim=6), "model.head_dim is 8, not 6"),
     ("gpt2", dict(num_kv_heads=1), "model.num_kv_heads is 2, not 1"),
     ("gpt2", dict(bias=False), "model.bias"),
-    ("llama2", dict(num_heads=3, num_kv_heads=3), "hidden_size=16: is not a multiple"),
     ("gemma2", dict(num_heads=3, num_kv_heads=3), "hidden_size=16: is not a multiple"),
 ]
 

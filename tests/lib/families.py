@@ -41,5 +41,39 @@ FAMILIES = {
     "dynamic in global layers": dict(
         **dict(attention="gl", window=4, rope_theta_local=100.0, rope_scaling=("dynamic", 2.0, 4)),
     ),
+    "olmo 3": dict(
+        **dict(qk_norm=True, qk_norm_heads="all", num_kv_heads=2, pre_norm=False, post_norm=True),
+        **dict(attention="lg", window=5, rope_theta_local=1e4, branch_scale=0.4),
+        **dict(rope_scaling=("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)),
+    ),
+    "smollm 3": dict(
+        **dict(rope_layers="rn", num_layers=3, tie_embeddings=True, qkv_bias=True, out_bias=True),
+    ),
+    "rope pattern after a dense layer": dict(
+        **dict(rope_layers="rn", num_layers=4, first_dense_layers=1, attention="gl", window=4),
+        **dict(num_experts=4, experts_per_token=2, d_expert=12),
+    ),
+    "granite": dict(
+        **dict(embed_scale=12.0, branch_scale=0.22, query_scale=0.05, logit_scale=0.125),
+        **dict(logit_softcap=3.0),
+    ),
+    "qwen 2 moe": dict(
+        **dict(qkv_bias=True, num_experts=5, experts_per_token=2, d_expert=12, router="softmax"),
+        **dict(num_shared_experts=1, d_shared=20, shared_gate=True),
+    ),
+    "gpt-oss": dict(
+        **dict(attention="lg", window=5, attention_sinks=True, qkv_bias=True, out_bias=True),
+        **dict(num_experts=4, experts_per_token=2, expert_bias=True, d_expert=12, head_dim=6),
+        **dict(mlp="clamped_swiglu", glu_limit=0.4, rope_layers="nr"),
+    ),
+    "glm 4": dict(
+        rope_fraction=0.5, rope_interleaved=True, head_dim=12, qkv_bias=True, post_norm=True
+    ),
+    "ernie 4.5": dict(rope_interleaved=True, rope_theta=5e5, qk_norm=True),
+    "stablelm": dict(norm="layer", norm_bias=True, rope_fraction=0.25, head_dim=16),
+    "longrope": dict(head_dim=8, rope_scaling=("longrope", 8, 1.2, 1, 1.5, 2, 3, 1, 4, 8, 9)),
+    "longrope, short rows, partial": dict(
+        **dict(head_dim=8, rope_fraction=0.5, rope_scaling=("longrope", 32, 1.2, 1.5, 2, 3, 4)),
+    ),
     "gpt-2": dict(norm="layer", positions="learned", mlp="gelu", bias=True, tie_embeddings=True),
 }

@@ -104,6 +104,7 @@ def assert_same_generation(folder, model, params):
     golden = np.load(folder / "logits.npz")
     prompt, generated = golden["tokens"][:, :10], golden["generated"]
     num_rows, num_steps = generated.shape
+    num_tokens = golden["steps"].shape[-1]
     cache = model.empty_cache(num_rows, 10 + num_steps, jnp.float32)
     segments_BT = jnp.zeros((num_rows, 10 + num_steps), jnp.int32)
 
@@ -121,7 +122,7 @@ def assert_same_generation(folder, model, params):
 
         x_BSD, of_embed = model.cached_embed(params, batch, cache[0], past)
         x_BSD, cache = jax.lax.scan(block, x_BSD, (model.stack(params["layers"]), cache[1]))
-        return model.logits(params, x_BSD)[:, -1, :61], (of_embed, cache)
+        return model.logits(params, x_BSD)[:, -1, :num_tokens], (of_embed, cache)
 
     calls = [prompt, *np.split(generated[:, :-1], num_steps - 1, axis=1)]
     start = 0

@@ -59,6 +59,15 @@ def test_initialisation_loss_and_gradient_of_a_family_equal_the_reference(family
         (dict(rope_scaling=("dynamic", 4.0)), ["model.rope_scaling=('dynamic', 4.0)"]),
         (dict(rope_scaling=("dynamic", 0.5, 64)), ["the factor is below 1"]),
         (dict(head_dim=2, rope_scaling=("dynamic", 4.0, 64)), ["model.head_dim=2: dynamic"]),
+        (dict(rope_scaling=("longrope", 8, 1.0, 2.0, 2.0, 2.0)), ["SHORT..., LONG..."]),
+        (dict(rope_scaling=("longrope", 8, 1.0, 2.0, 0.0)), ["with numbers above 0"]),
+        (
+            dict(rope_scaling=("longrope", 8, 1.0, 2.0, 2.0)),
+            ["longrope has 2 factors; use 4 short"],
+        ),
+        (dict(rope_fraction=0.0), ["model.rope_fraction=0.0"]),
+        (dict(rope_fraction=1.5), ["model.rope_fraction=1.5: use more than 0, and at most 1"]),
+        (dict(rope_fraction=0.1), ["model.rope_fraction=0.1: is less than 2 of 8 dims"]),
         (dict(rope_scaling=("linear",)), ["model.rope_scaling=('linear',)"]),
         (dict(rope_scaling=("linear", "4")), ["model.rope_scaling=('linear', '4')"]),
         (dict(rope_scaling=("llama3", 8.0, 4.0, 1.0, 64)), ["low factor is not below"]),
@@ -88,12 +97,15 @@ def test_keys_that_matter_in_training_alone_do_not_decide_the_logits():
     sparse = section(num_experts=4, experts_per_token=2, d_expert=8, qk_norm=True)
     without = {"balance", "balance_weight", "router_z_loss", "dropout", "z_loss"}
     without |= {"attention_impl", "loss_chunk_mib"}
+    # Of a gate that is not clamped, and of shared experts where there are none.
+    without |= {"glu_limit", "glu_slope", "d_shared", "shared_gate"}
     assert {*sparse} - {*transformer_config.effective(sparse)} == without
     dense = {
         *section(),
     } - {*transformer_config.effective(section())}
     switched_off = {"experts_per_token", "d_expert", "num_shared_experts", "router"}
     switched_off |= {"router_scale", "expert_groups", "capacity_factor", "qk_norm_heads"}
+    switched_off |= {"expert_bias"}
     assert dense == without | switched_off
 
 

@@ -191,6 +191,8 @@ def test_generation_has_the_same_tokens_on_every_mesh(layout):
         ),
         (dict(qk_norm=True), "model.qk_norm=True: is not supported with model.kv_lora_rank=16"),
         (dict(qkv_bias=True), "model.qkv_bias=True: is not supported with"),
+        (dict(rope_interleaved=True), "model.rope_interleaved=True: with model.kv_lora_rank=16"),
+        (dict(rope_fraction=0.5), "model.rope_fraction=0.5: with model.kv_lora_rank=16"),
         (dict(kv_lora_rank=-1), "model.kv_lora_rank=-1"),
         (dict(kv_lora_rank=0), "model.q_lora_rank=12: is a size of latent attention; set"),
         (dict(kv_lora_rank=0, q_lora_rank=0, v_head_dim=0), "model.rope_head_dim=4: is a size of"),

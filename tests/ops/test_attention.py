@@ -265,6 +265,7 @@ def choice(name="auto", platform="gpu", capability="9.0", monkeypatch=None, **ch
         ({"capability": "gfx90a"}, "it runs on NVIDIA GPUs only, and this is gfx90a"),
         ({"dtype": "float32"}, "bfloat16 or float16, and train.dtype is float32"),
         ({"softcap": 50.0}, "model.attention_softcap is 50.0"),
+        ({"sinks": True}, "it does not support model.attention_sinks"),
         ({"capability": "7.0"}, "it needs compute capability 8.0 or later, and this GPU has 7.0"),
         ({"head_dim": 100}, "the head dim is 100"),
         ({"head_dim": 512}, "up to 256 on this GPU, in multiples of 8, and the head dim is 512"),

@@ -156,6 +156,7 @@ def test_calls_of_a_fused_kernel_equal_one_device(method, case, x64):
 
 MIXED = {"attention": "lg", "window": 5}
 EMULATED = {"attention_impl": "emulated"}
+SINKS = MIXED | dict(attention_sinks=True, rope_layers="rn")
 # Keys and values of different head dims.
 LATENT = dict(kv_lora_rank=10, q_lora_rank=9, rope_head_dim=6, v_head_dim=6, num_kv_heads=4)
 STEPS = [
@@ -182,6 +183,9 @@ STEPS = [
         marks=slow,
     ),
     pytest.param("gather", GPT2, {"context": 4, "tensor": 2}, {"remat": "dots"}, marks=slow),
+    ("gather", SINKS, {"pipeline": 2, "context": 2, "tensor": 2}, {"num_microbatches": 2}),
+    pytest.param("ring", SINKS, {"data": 2, "context": 4}, {"remat": "full"}, marks=slow),
+    pytest.param("ulysses", SINKS, {"context": 2, "tensor": 2, "fsdp": 2}, {}, marks=slow),
     ("gather", EMULATED, {"pipeline": 2, "data": 2, "context": 2}, {"num_microbatches": 2}),
     pytest.param(
         "ring",

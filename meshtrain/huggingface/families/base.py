@@ -29,6 +29,8 @@ CONFIG_KEYS = {  # key of a `model` section: key of config.json
     "tie_embeddings": "tie_word_embeddings",
 }
 
+MAX_LAYERS = 10_000  # a list with an entry for each layer is made from the number
+
 LAYER_LETTERS = {"full_attention": "g", "sliding_attention": "l"}
 LAYER_TYPES = {letter: name for name, letter in LAYER_LETTERS.items()}
 
@@ -41,11 +43,13 @@ class Multimodal:
     model_type: str
     # Keys of the language model that transformers ignores here.
     ignored_keys: tuple[str, ...] = ()
+    # The values in transformers of keys at the top level that config.json may omit.
+    defaults: Config = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers.
+    """One architecture of transformers, with one config class: one model_type.
 
     Functions of a config.json get it with all defaults, those of a section get it with all keys.
     """
@@ -73,6 +77,13 @@ class Family:
     default_layers: Callable[[Config], str] = lambda config: "g"
     # False: transformers ignores layer_types.
     uses_layer_types: bool = True
+    # The partial_rotary_factor of transformers if config.json has none; None: it supports only 1.
+    rope_fraction: float | None = None
+    # Returns a config.json with what transformers derives from keys that are missing.
+    standardize: Callable[[Config], Config] = lambda config: config
+    # The architecture of files with this model_type that were written for code of their own, which
+    # transformers does not need.
+    own_architecture: str | None = None
     # Returns an error for each fault in the keys that only this family has.
     faults: Callable[[Config], list[str]] = lambda config: []
     # Returns the keys of a section that `keys` does not convert.
@@ -81,6 +92,8 @@ class Family:
     to_config: Callable[[Section], Config] = lambda section: {}
     # Returns the keys of rope_scaling that only this family has.
     to_rope_config: Callable[[Section], Config] = lambda section: {}
+    # Whether files have empty tensors of shared experts if there are none.
+    has_empty_shared_experts: bool = False
     # (prefix in some files, prefix in `names`): the first that matches is replaced.
     prefixes: tuple[tuple[str, str], ...] = ()
     # Of tensors outside the language model.
@@ -171,6 +184,45 @@ def last_layers_local(config: Config) -> str:
     return "".join("l" if i >= first_local else "g" for i in range(config["num_hidden_layers"]))
 
 
+def shortest_pattern(letters: str) -> str:
+    """Returns the shortest pattern that gives the letters of all layers if it is repeated."""
+    patterns = (letters[:period] for period in range(1, len(letters) + 1))
+    return next(pattern for pattern in patterns if repeat_to(len(letters), pattern) == letters)
+
+
+def repeat_to(num_layers: int, letters: str) -> str:
+    """Returns the letter of every layer: the pattern `letters`, repeated."""
+    return (letters * -(-num_layers // len(letters)))[:num_layers]
+
+
+# ---- biases of attention, and of the feed-forward ----
+
+
+def bias_faults(config: Config) -> list[str]:
+    if config["mlp_bias"] and not config["attention_bias"]:
+        return [
+            f"mlp_bias={config['mlp_bias']}, attention_bias={config['attention_bias']}: biases of "
+            "the feed-forward alone are not supported"
+        ]
+    return []
+
+
+def attention_bias_to_section(config: Config) -> Section:
+    return dict.fromkeys(("qkv_bias", "out_bias"), bool(config["attention_bias"]))
+
+
+def biases_to_section(config: Config) -> Section:
+    return attention_bias_to_section(config) | {"bias": bool(config["mlp_bias"])}
+
+
+def attention_bias_to_config(section: Section) -> Config:
+    return {"attention_bias": section["bias"] or (section["qkv_bias"] and section["out_bias"])}
+
+
+def biases_to_config(section: Section) -> Config:
+    return attention_bias_to_config(section) | {"mlp_bias": section["bias"]}
+
+
 # ---- mixtures of experts ----
 
 EXPERT_KEYS = CONFIG_KEYS | {
@@ -201,6 +253,45 @@ def balance_loss_weight(section: Section) -> float:
     """Returns the weight of the balance loss; 0.0 if the experts are balanced in another way."""
     has_loss = section["balance"] in ("batch", "sequence")
     return float(section["balance_weight"]) if has_loss else 0.0
+
+
+# ---- dense layers, then layers with experts, as a list of the kinds of all ----
+
+MLP_TYPES = "mlp_layer_types"
+
+
+def with_mlp_types(config: Config) -> Config:
+    """Returns a config.json with the kind of each layer: sparse, except the first one."""
+    num_layers = config.get("num_hidden_layers")
+    if config.get(MLP_TYPES) is None and is_count(num_layers) and num_layers <= MAX_LAYERS:
+        return config | {MLP_TYPES: _mlp_types(num_layers, 1)}
+    return config
+
+
+def _mlp_types(num_layers: int, num_dense: int) -> list[str]:
+    return ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+
+
+def mlp_type_faults(config: Config) -> list[str]:
+    """Returns an error unless dense layers, then at least one with experts, are listed."""
+    types, num_layers = config.get(MLP_TYPES), config.get("num_hidden_layers")
+    if not is_count(num_layers) or num_layers > MAX_LAYERS:
+        return []  # reported elsewhere
+    num_first = types.count("dense") if isinstance(types, list) else 0
+    if types == _mlp_types(num_layers, num_first) and num_first < num_layers:
+        return []
+    return [
+        f"{MLP_TYPES}={types!r}: not supported; only dense layers, then sparse ones, of "
+        f"{num_layers}"
+    ]
+
+
+def num_dense(config: Config) -> int:
+    return config[MLP_TYPES].count("dense")
+
+
+def mlp_types_to_config(section: Section) -> Config:
+    return {MLP_TYPES: _mlp_types(section["num_layers"], section["first_dense_layers"])}
 
 
 # ---- values in a config.json ----

@@ -1,5 +1,6 @@
 """DeepSeek-V2 and V3: latent attention, groups of experts, and dense first layers."""
 
+import dataclasses
 import math
 
 from meshtrain.huggingface.families import base
@@ -105,13 +106,15 @@ V3_NAMES = EXPERT_NAMES | {
 
 V2_NAMES = {path: name for path, name in V3_NAMES.items() if "measured" not in path}
 
-KEYS = EXPERT_KEYS | {
+LATENT_KEYS = {
     "head_dim": "qk_nope_head_dim",
     "rope_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
     "kv_lora_rank": "kv_lora_rank",
     "q_lora_rank": "q_lora_rank",
 }
+
+KEYS = EXPERT_KEYS | LATENT_KEYS
 
 DEFAULTS = {key: value for key, value in base.COMMON_DEFAULTS.items() if key != "head_dim"} | {
     **EXPERT_DEFAULTS,
@@ -126,7 +129,7 @@ DEFAULTS = {key: value for key, value in base.COMMON_DEFAULTS.items() if key != 
 SUPPORTED_VALUES = base.SILU_ONLY | {"attention_bias": (False,), "moe_layer_freq": (1,)}
 
 
-def _attention_to_section(config: Config) -> Section:
+def attention_to_section(config: Config) -> Section:
     """Returns the scale of the queries; 0.0, the default, if YaRN does not change it."""
     sizes = (config["qk_nope_head_dim"], config["qk_rope_head_dim"])
     m = _query_factor(config)
@@ -149,7 +152,7 @@ def _query_factor(config: Config) -> float:
     return 0.1 * all_dim * math.log(factor) + 1
 
 
-def _to_rope_config(section: Section) -> Config:
+def to_rope_config(section: Section) -> Config:
     """Returns the keys of YaRN for the scale of the queries; `_query_factor` inverts it."""
     rope_type, *numbers = section["rope_scaling"] or ("default",)
     is_yarn = rope_type == "yarn" and numbers[0] > 1
@@ -165,7 +168,7 @@ def _to_rope_config(section: Section) -> Config:
     return mscales
 
 
-def _attention_to_config(section: Section) -> Config:
+def attention_to_config(section: Section) -> Config:
     return {"v_head_dim": section["v_head_dim"] or section["head_dim"]}
 
 
@@ -181,7 +184,7 @@ def _v2_faults(config: Config) -> list[str]:
 
 def _v2_to_section(config: Config) -> Section:
     balance = {"balance": "sequence", "balance_weight": float(config[BALANCE_WEIGHT])}
-    return router_to_section(config) | balance | _attention_to_section(config)
+    return router_to_section(config) | balance | attention_to_section(config)
 
 
 def _v2_to_config(section: Section) -> Config:
@@ -192,7 +195,7 @@ def _v2_to_config(section: Section) -> Config:
         "topk_method": "group_limited_greedy" if has_groups else "greedy",
         BALANCE_WEIGHT: base.balance_loss_weight(section),
         FIRST_DENSE: section["first_dense_layers"],
-        **_attention_to_config(section),
+        **attention_to_config(section),
     }
 
 
@@ -225,7 +228,8 @@ DEEPSEEK_V2 = Family(
     faults=_v2_faults,
     to_section=_v2_to_section,
     to_config=_v2_to_config,
-    to_rope_config=_to_rope_config,
+    to_rope_config=to_rope_config,
+    has_empty_shared_experts=True,
     fused=base.MOE_FUSED,
 )
 
@@ -235,15 +239,15 @@ MTP_LAYERS = "num_nextn_predict_layers"  # layers after the last one, which pred
 
 
 def _v3_to_section(config: Config) -> Section:
-    return router_to_section(config) | _attention_to_section(config)
+    return router_to_section(config) | attention_to_section(config)
 
 
 def _v3_to_config(section: Section) -> Config:
     # A run does not have the layers after the last one.
-    return router_to_config(section) | _attention_to_config(section) | {MTP_LAYERS: 0}
+    return router_to_config(section) | attention_to_config(section) | {MTP_LAYERS: 0}
 
 
-def _mtp_prefixes(config: Config) -> tuple[str, ...]:
+def mtp_prefixes(config: Config) -> tuple[str, ...]:
     """Returns the prefixes of the layers after the last one."""
     num_layers = config.get("num_hidden_layers")
     num_further = config[MTP_LAYERS]
@@ -279,12 +283,46 @@ DEEPSEEK_V3 = Family(
         "rope_interleave": (True,),
     },
     keys=KEYS,
-    aliases={"num_local_experts": "n_routed_experts"},
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": MTP_LAYERS},
     uses_layer_types=False,
     faults=router_faults,
     to_section=_v3_to_section,
     to_config=_v3_to_config,
-    to_rope_config=_to_rope_config,
-    left_out_prefixes=_mtp_prefixes,
+    to_rope_config=to_rope_config,
+    left_out_prefixes=mtp_prefixes,
+    has_empty_shared_experts=True,
     fused=base.MOE_FUSED,
+)
+
+# ---- Sarvam: the model of DeepSeek-V3, with another config class ----
+
+
+def _sarvam_standardize(config: Config) -> Config:
+    """Returns a config.json of Sarvam's own code in DeepSeek-V3's form."""
+    config = {key: value for key, value in config.items() if key != "head_dim"}
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict) and "deepseek_yarn" in (
+        scaling.get("type"),
+        scaling.get("rope_type"),
+    ):
+        config["rope_scaling"] = scaling | {"rope_type": "yarn"}
+    return config
+
+
+SARVAM_MLA = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="sarvam_mla",
+    own_architecture="SarvamMLAForCausalLM",
+    defaults=DEEPSEEK_V3.defaults
+    | {
+        "n_routed_experts": 128,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        FIRST_DENSE: 1,
+        MTP_LAYERS: 0,
+    },
+    aliases=DEEPSEEK_V3.aliases
+    | {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    standardize=_sarvam_standardize,
 )

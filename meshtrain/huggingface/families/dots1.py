@@ -24,5 +24,6 @@ DOTS1 = Family(
     faults=deepseek.router_faults,
     to_section=deepseek.router_to_section,
     to_config=deepseek.router_to_config,
+    has_empty_shared_experts=True,
     fused=base.MOE_FUSED,
 )

@@ -1,4 +1,6 @@
-"""Gemma 2 and 3, and the language model of the multimodal Gemma 3."""
+"""Gemma 1, 2 and 3, the language model of the multimodal Gemma 3, and VaultGemma."""
+
+import dataclasses
 
 from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import CONFIG_KEYS, Config, Family, Multimodal, Section
@@ -51,6 +53,35 @@ def _every_nth_global(config: Config) -> str:
     return "".join("l" if (i + 1) % n else "g" for i in range(config["num_hidden_layers"]))
 
 
+def _embed_scale_to_section(config: Config) -> Section:
+    return {"embed_scale": config["hidden_size"] ** 0.5}
+
+
+GEMMA = Family(
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    names=base.NAMES,
+    section=SECTION | {"post_norm": False},
+    defaults={
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "attention_bias": False,
+    },
+    # For transformers, "gelu" is the approximation here: so were the models trained.
+    supported_values={
+        "hidden_act": ("gelu_pytorch_tanh", "gelu", "gelu_new"),
+        "attention_bias": (False, None),
+    },
+    uses_layer_types=False,
+    to_section=_embed_scale_to_section,
+)
+
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
@@ -70,6 +101,15 @@ GEMMA2 = Family(
     default_layers=_every_second_global,
     to_section=_to_section,
     to_config=_to_config,
+)
+
+# Gemma 2 without the norms after the sublayers.
+VAULTGEMMA = dataclasses.replace(
+    GEMMA2,
+    architecture="VaultGemmaForCausalLM",
+    model_type="vaultgemma",
+    names={path: name for path, name in NAMES.items() if "_post_norm" not in path},
+    section=SECTION | {"post_norm": False},
 )
 
 GEMMA3 = Family(

@@ -1,4 +1,6 @@
-"""GPT-2."""
+"""GPT-2, and GPT-SW3, which transformers computes with it."""
+
+import dataclasses
 
 from meshtrain.huggingface.families.base import Config, Family, Section, is_number
 
@@ -86,3 +88,5 @@ GPT2 = Family(
     to_config=_to_config,
     prefixes=(("transformer.", "transformer."), ("lm_head.", "lm_head."), ("", "transformer.")),
 )
+
+GPT_SW3 = dataclasses.replace(GPT2, model_type="gpt-sw3")

@@ -4,10 +4,12 @@ from meshtrain.huggingface.families import base, qwen
 from meshtrain.huggingface.families.base import Family
 
 # The norms of queries and keys are over all heads.
-NAMES = base.MOE_NAMES | {
+QK_NORMS = {
     "layers/attention/query_norm/scale": "model.layers.*.self_attn.q_norm.weight HK",
     "layers/attention/key_norm/scale": "model.layers.*.self_attn.k_norm.weight GK",
 }
+
+NAMES = base.MOE_NAMES | QK_NORMS
 
 OLMOE = Family(
     architecture="OlmoeForCausalLM",

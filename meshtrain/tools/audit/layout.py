@@ -416,6 +416,7 @@ def sharded_attention(
         dtype=cfg.train.dtype,
         packed=batch.segments is not None,
         softcap=model_config.attention_softcap,
+        sinks=model_config.attention_sinks,
         dropout=model_config.dropout > 0,
         window=model_config.local_window,
     )

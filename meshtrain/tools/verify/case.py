@@ -24,7 +24,7 @@ from meshtrain.config.schema import AXES, BATCH_AXES, AdapterConfig, Config, Mes
 from meshtrain.data import synthetic
 from meshtrain.data.source import Batch, Source, to_batch
 from meshtrain.errors import ConfigError
-from meshtrain.models import lora_layer, trees
+from meshtrain.models import lora_layer, rope, trees
 from meshtrain.models.base import Model, Params
 from meshtrain.models.transformer_config import VOCAB_MULTIPLE
 from meshtrain.ops import dropout as masks
@@ -404,6 +404,7 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
     small = {
         "d_ff": 64,
         "d_expert": 32,
+        "d_shared": 48,
         "vocab_size": 125,
         "max_seq_len": 16,
         "seq_len": 16,
@@ -415,6 +416,10 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
     }
     for section in (model, data):
         section.update({key: min(n, section[key]) for key, n in small.items() if key in section})
+    if model.get("rope_scaling"):
+        head_dim = model.get("head_dim") or model["d_model"] // model["num_heads"]
+        num_rotated = model.get("rope_head_dim") or int(head_dim * model.get("rope_fraction", 1.0))
+        model["rope_scaling"] = rope.with_num_factors(tuple(model["rope_scaling"]), num_rotated)
 
 
 def set_num_layers(model: dict[str, Any], num_layers: int) -> None:
@@ -426,7 +431,8 @@ def set_num_layers(model: dict[str, Any], num_layers: int) -> None:
         if model.get("first_dense_layers"):
             model["first_dense_layers"] = 1
         first = model.get("first_dense_layers", 0)
-        model["num_layers"] = first + math.lcm(num_layers, len(model.get("attention") or "g"))
+        patterns = (model.get(key) or "-" for key in ("attention", "rope_layers"))
+        model["num_layers"] = first + math.lcm(num_layers, *map(len, patterns))
 
 
 def _shrink_experts(model: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ Some of the sections also have an adapter, or other formulas, which are no keys 
 from collections.abc import Mapping
 from typing import Any
 
+from meshtrain.models import rope
 from meshtrain.tools.verify.pairwise import Row, pairwise
 from meshtrain.tools.verify.reference.adapter import Adapter
 
@@ -14,6 +15,10 @@ LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 8)
 # Heads of 6 or 8 dims have frequencies that are kept, divided, and in between.
 YARN = ("yarn", 8.0, 2.0, 0.01, 8, 0.0, True)
 DYNAMIC = ("dynamic", 4.0, 8)
+LONGROPE = ("longrope", 8, 1.2, 1.5, 4.0)  # `_compatible` gives it as many factors as it needs
+
+# 6 of 8 dims, or 4 of 6; of fewer dims, all.
+ROPE_FRACTION, SMALLEST_PARTIAL_HEAD = 0.75, 6
 
 ADAPTER = "adapter"  # key of the adapter in a section; None without one
 ADAPTERS = (
@@ -66,22 +71,31 @@ def select(section: Mapping[str, Any]) -> list[dict[str, Any]]:
     for row in [{}, *quick, *rows, *latent]:
         c = _compatible({**section, **row})
         # One layer more than the pattern has, so that it repeats, and the first ones.
-        c["num_layers"] = c["first_dense_layers"] + len(c["attention"]) + 1
+        pattern = max(len(c["attention"]), len(c["rope_layers"]))
+        c["num_layers"] = c["first_dense_layers"] + pattern + 1
         sections.append(c)
     return sections
 
 
 def _compatible(c: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section without what latent attention does not support, if it has that."""
-    if not c["kv_lora_rank"]:
-        return c
-    return {
-        **c,
-        "qk_norm": False,
-        "qkv_bias": False,
-        "num_kv_heads": c["num_heads"],
-        "positions": "rope",
-    }
+    """Returns the section without what its attention does not support."""
+    head_dim = c["head_dim"] or c["d_model"] // c["num_heads"]
+    if c["kv_lora_rank"]:
+        c = {
+            **c,
+            "qk_norm": False,
+            "qkv_bias": False,
+            "out_bias": False,
+            "attention_sinks": False,
+            "num_kv_heads": c["num_heads"],
+            "positions": "rope",
+            "rope_interleaved": False,
+            "rope_fraction": 1.0,
+        }
+    elif head_dim < SMALLEST_PARTIAL_HEAD:
+        c = {**c, "rope_fraction": 1.0}
+    num_rotated = c["rope_head_dim"] or int(head_dim * c["rope_fraction"])
+    return {**c, "rope_scaling": rope.with_num_factors(c["rope_scaling"], num_rotated)}
 
 
 def _window(c: Mapping[str, Any]) -> int:
@@ -106,23 +120,36 @@ def _choices(c: Mapping[str, Any]) -> list[list[Row]]:
             {"positions": "rope", "rope_scaling": LLAMA3},
             {"positions": "rope", "rope_scaling": YARN},
             {"positions": "rope", "rope_scaling": DYNAMIC},
+            {"positions": "rope", "rope_scaling": LONGROPE},
             {"positions": "learned", "rope_scaling": ()},
         ],
-        choice("mlp", "swiglu", "gelu", "geglu"),
+        choice("mlp", "swiglu", "gelu", "geglu", "clamped_swiglu"),
+        choice("glu_limit", 0.4),
         [
-            {"bias": False, "qkv_bias": False},
-            {"bias": False, "qkv_bias": True},
-            {"bias": True, "qkv_bias": False},
+            {"bias": False, "qkv_bias": False, "out_bias": False, "norm_bias": False},
+            {"bias": False, "qkv_bias": True, "out_bias": False, "norm_bias": True},
+            {"bias": False, "qkv_bias": True, "out_bias": True, "norm_bias": False},
+            {"bias": True, "qkv_bias": False, "out_bias": False, "norm_bias": False},
         ],
+        choice("attention_sinks", False, True),
         _experts(c),
         [
             {"qk_norm": False, "qk_norm_heads": "each"},
             *({"qk_norm": True, "qk_norm_heads": heads} for heads in ("each", "all")),
         ],
-        choice("post_norm", False, True),
+        [
+            {"pre_norm": True, "post_norm": False},
+            {"pre_norm": True, "post_norm": True},
+            {"pre_norm": False, "post_norm": True},
+        ],
+        choice("rope_layers", "r", "rn"),
+        choice("branch_scale", 1.0, 0.4),
+        choice("logit_scale", 1.0, 0.6),
         choice("tie_embeddings", False, True),
         [{"attention": "g", "window": 0}, *({"attention": kind, **local} for kind in ("l", "lg"))],
         choice("rope_theta_local", 0.0, 100.0),
+        choice("rope_fraction", 1.0, ROPE_FRACTION),
+        choice("rope_interleaved", False, True),
         choice("attention_softcap", 0.0, SOFTCAP),
         choice("logit_softcap", 0.0, 3.0),
         choice("embed_scale", 1.0, 2.0),
@@ -150,6 +177,9 @@ def _experts(c: Mapping[str, Any]) -> list[Row]:
     groups = (2, 1) if can_group else ()
     base = {
         "num_shared_experts": 0,
+        "d_shared": 0,
+        "shared_gate": False,
+        "expert_bias": False,
         "router_scale": 1.0,
         "capacity_factor": 0.0,
         "balance": "none",
@@ -170,6 +200,8 @@ def _experts(c: Mapping[str, Any]) -> list[Row]:
             "num_shared_experts": 2,
             "first_dense_layers": 1,
         },
+        {**base, "num_shared_experts": 1, "d_shared": 20, "shared_gate": True},
+        {**base, "expert_bias": True, "balance": "batch"},
         {**base, "router": "sigmoid", "router_scale": 2.5, "expert_groups": groups},
         {**base, "capacity_factor": 0.75, "expert_groups": groups},
     ]

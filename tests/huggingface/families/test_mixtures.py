@@ -15,6 +15,7 @@ from meshtrain.config import load as configfile
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json, files, weights
+from meshtrain.huggingface.families import hunyuan
 from meshtrain.inference import generate as inference_generate
 from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.state import TrainState
@@ -22,6 +23,8 @@ from tests.lib.hf import BF16, GOLDEN, arrays, assert_same_generation, load, run
 
 SLOW = pytest.mark.slow
 FAMILIES = ("dots1", "mixtral", "olmoe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES += ("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite", "hy_v3", "minimax_m2")
+GATED = ("mlp.experts", ("gate_proj", "up_proj", "down_proj"))
 # By family: the names that save_pretrained(save_original_format=False) of transformers writes.
 FUSED = {
     "deepseek_v2": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
@@ -30,6 +33,15 @@ FUSED = {
     "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
     "olmoe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
     "qwen3_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    **dict.fromkeys(("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite", "hy_v3"), GATED),
+    "minimax_m2": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+}
+RENAMED = {
+    "minimax_m2": {"mlp.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias"},
+    "ernie4_5_moe": {
+        "mlp.gate.moe_statics.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"
+    },
+    "hy_v3": {name: in_file for name, (in_file,) in hunyuan.RENAMED.items()},
 }
 
 
@@ -37,9 +49,9 @@ def fused(family):
     """Returns the tensors of a golden folder, those of the experts of a layer in one."""
     tensors, (stem, names) = arrays(GOLDEN / family), FUSED[family]
     config = config_json.read(GOLDEN / family / "config.json")
-    keys = ("num_local_experts", "num_experts", "n_routed_experts")
-    num_experts = next(config[key] for key in keys if key in config)
-    for layer in range(config.get("first_k_dense_replace", 0), config["num_hidden_layers"]):
+    section = config_json.to_section(config)
+    num_experts = section["num_experts"]
+    for layer in range(section["first_dense_layers"], config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         gate, up, down = (
             np.stack([tensors.pop(f"{prefix}{stem}.{e}.{name}.weight") for e in range(num_experts)])
@@ -47,9 +59,11 @@ def fused(family):
         )
         tensors[f"{prefix}mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
         tensors[f"{prefix}mlp.experts.down_proj"] = down
-        if family == "mixtral":
+        if family in ("mixtral", "minimax_m2"):
             name = f"{prefix}block_sparse_moe.gate.weight"
             tensors[f"{prefix}mlp.gate.weight"] = tensors.pop(name)
+        for name, in_file in RENAMED.get(family, {}).items():
+            tensors[f"{prefix}{name}"] = tensors.pop(f"{prefix}{in_file}")
     return tensors
 
 
@@ -220,13 +234,14 @@ def test_a_run_with_experts_is_exported_as_the_first_family_that_computes_it(tin
         (dict(qk_norm=True, d_expert=12, head_dim=6), "Qwen3MoeForCausalLM"),
         (dict(qk_norm=True, router="softmax", attention="l", window=3), "Qwen3MoeForCausalLM"),
         (dict(qk_norm=True, qk_norm_heads="all", d_expert=12), "OlmoeForCausalLM"),
+        (dict(router="sigmoid", d_expert=12), "SolarOpenForCausalLM"),
         (deepseek | dict(d_expert=12, expert_groups=(2, 1)), "Dots1ForCausalLM"),
     ]:
         section = tiny.model.to_dict() | changes
         config = config_json.to_config(section)
         assert config["architectures"] == [architecture]
         assert config_json.differences(section, config_json.to_section(config)) == []
-        if architecture != "Dots1ForCausalLM":
+        if "router_aux_loss_coef" in config:
             weight = 0.0 if changes.get("balance") else 0.01
             assert config["router_aux_loss_coef"] == weight
 
@@ -235,17 +250,17 @@ def test_a_run_with_experts_is_exported_as_the_first_family_that_computes_it(tin
     ("changes", "part"),
     [
         (dict(num_shared_experts=1), "model.num_shared_experts is 0, not 1"),
-        (dict(router="sigmoid"), "model.router"),
+        (dict(router="sigmoid", mlp="geglu"), "model.mlp"),
         (dict(router_scale=2.0), "model.router_scale is 1.0, not 2.0"),
         (dict(expert_groups=(4, 2)), "model.expert_groups is (), not (4, 2)"),
         (dict(capacity_factor=1.5), "model.capacity_factor is 0.0, not 1.5"),
         (dict(router="softmax"), "model.router is 'topk_softmax', not 'softmax'"),
         (dict(mlp="geglu"), "model.mlp"),
         (dict(qk_norm=True, qk_norm_heads="all", head_dim=6), "model.qk_norm_heads"),
-        (dict(attention="lg", window=3, qk_norm=True), "where n_shared_experts=0: is not a number"),
+        (dict(attention="lg", window=3, qk_norm=True), "model.router is 'sigmoid', not"),
         (
             dict(router="sigmoid", qk_norm=True, num_shared_experts=1, expert_groups=(4, 2)),
-            "n_group=4: are not groups of 2 or more of 4 experts",
+            "model.expert_groups is (), not (4, 2)",
         ),
     ],
     ids=str,

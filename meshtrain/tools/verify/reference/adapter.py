@@ -135,7 +135,8 @@ def initial_stddevs(
         layer, _, name = path.rpartition("/")
         is_in_layer = layer.startswith(("layers/", "first_layers/"))
         # Generation multiplies queries by kv_up; experts are no linear layers.
-        is_linear = not layer.endswith(("/router", "/kv_up")) and not _is_of_expert(layer, stddevs)
+        is_linear = not layer.endswith(("/router", "/kv_up", "/shared_gate"))
+        is_linear = is_linear and not _is_of_expert(layer, stddevs)
         is_target = any(fnmatch.fnmatchcase(layer, pattern) for pattern in adapter.targets)
         if name == "kernel" and is_in_layer and is_linear and is_target:
             num_stacked = 1 if layer.startswith("layers/") else 0

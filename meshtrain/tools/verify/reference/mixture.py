@@ -27,6 +27,8 @@ def mixture(
     """
     E, k, measured = c.num_experts, c.experts_per_token, p["measured"]
     logits_BSE = jnp.einsum("bsd,de->bse", x_BSD, p["router"]["kernel"])
+    if c.expert_bias:
+        logits_BSE = logits_BSE + p["router"]["bias"][None, None]
     scores_BSE = 1 / (1 + jnp.exp(-logits_BSE))
     if c.router != "sigmoid":
         scores_BSE = jnp.exp(logits_BSE)
@@ -45,7 +47,10 @@ def mixture(
     combined_BSE = c.router_scale * weights_BSE * accepted_BSE
     y_BSD = jnp.einsum("bse,ebsd->bsd", combined_BSE, y_EBSD)
     if c.num_shared_experts:
-        y_BSD = y_BSD + mlp(x_BSD, p["shared"], c)
+        shared_BSD = mlp(x_BSD, p["shared"], c)
+        if c.shared_gate:
+            shared_BSD = shared_BSD / (1 + jnp.exp(-(x_BSD @ p["shared_gate"]["kernel"])))
+        y_BSD = y_BSD + shared_BSD
     load_BSE, w_BS1 = chosen_BSE / k, batch.weights[..., None]
     log_z_BS = jnp.log(jnp.exp(logits_BSE).sum(-1))
     loss = c.router_z_loss * (log_z_BS**2 * batch.weights).sum()
@@ -105,9 +110,13 @@ def initial_stddevs(c: TransformerConfig) -> dict[str, float]:
     stddevs = {"router/kernel": from_residual}
     stddevs |= {f"{name}/kernel": from_residual for name in up_names}
     stddevs["down/kernel"] = c.expert_size**-0.5 * to_residual
+    if c.expert_bias:
+        stddevs |= {f"{name}/bias": 0.0 for name in ("router", *up_names, "down")}
     if c.num_shared_experts:
         stddevs |= {f"shared/{name}/kernel": from_residual for name in up_names}
         stddevs["shared/down/kernel"] = c.shared_size**-0.5 * to_residual
+        if c.shared_gate:
+            stddevs["shared_gate/kernel"] = from_residual
         if c.bias:
             stddevs |= {f"shared/{name}/bias": 0.0 for name in (*up_names, "down")}
     for name in ("load", "score", "log_z", "dropped", "bias"):
