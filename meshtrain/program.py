@@ -49,6 +49,9 @@ class Program:
     grad_fn: GradFn
     train_step: Callable[[TrainState, Any], tuple[TrainState, Scalars]]
     eval_step: Callable[[Params, Any], Metrics]
+    # (model, number of micro-batches) -> the eval_step of a model with the same parameters, of
+    # which `head` returns other sums.
+    eval_step_of: Callable[[Model, int], Callable[[Params, Any], Metrics]]
     compiler_options: dict[str, bool | int | str]
     context_method: str = "gather"  # see `context.choose`
     expert_method: str = "gather"  # see `expert.choose`
@@ -210,9 +213,13 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
             unreduced_axes=unreduced_axes,
             grad_sync=sync,
         )
-        eval_step = executor.make_eval_step(
-            model, table, dtype=train.dtype, unreduced_axes=unreduced_axes
-        )
+
+        def eval_step_of(model: Model, num_microbatches: int) -> Callable[[Params, Any], Metrics]:
+            # The schedule fixes the number of micro-batches.
+            assert num_microbatches == train.num_microbatches
+            return executor.make_eval_step(
+                model, table, dtype=train.dtype, unreduced_axes=unreduced_axes
+            )
     else:
         loss_fn = grads.make_loss(model, remat=train.remat, unroll=train.unroll)
         grad_fn = grads.accumulate(
@@ -223,9 +230,14 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
             unreduced_axes=unreduced_axes,
             grad_sync=sync,
         )
-        eval_step = grads.make_eval_step(
-            loss_fn, dtype=train.dtype, num_microbatches=train.num_microbatches
-        )
+
+        def eval_step_of(model: Model, num_microbatches: int) -> Callable[[Params, Any], Metrics]:
+            return grads.make_eval_step(
+                grads.make_loss(model, remat=train.remat, unroll=train.unroll),
+                dtype=train.dtype,
+                num_microbatches=num_microbatches,
+            )
+
     train_step = make_train_step(
         grad_fn,
         abstract.optimizer,
@@ -256,7 +268,8 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         init_state=abstract.init_state,
         grad_fn=grad_fn,
         train_step=train_step,
-        eval_step=eval_step,
+        eval_step=eval_step_of(model, train.num_microbatches),
+        eval_step_of=eval_step_of,
         compiler_options=xla.options(train.xla_preset, mesh, without=without),
         context_method=_context_method(cfg, mesh),
         expert_method=cfg.expert.method,

@@ -23,6 +23,7 @@ from meshtrain.config.build import RunParts, build, with_steps
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Phase, Source, Timeline
+from meshtrain.inference import tasks
 from meshtrain.models.base import Model
 from meshtrain.monitor import capacity, health, heldout, memory, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
@@ -40,6 +41,7 @@ class Run:
     data: Any  # a Source, or the caller's iterable
     # None without held-out data, see `evaluate`.
     heldout_metrics: Callable[[TrainState], dict[str, float | None] | None] | None
+    task_metrics: tasks.TaskMetrics | None  # None without eval.tasks
     folder: Path | None  # of the workdir on this host
     writer: Writer
     saver: Saver | None  # None without a workdir
@@ -62,16 +64,24 @@ class Run:
             return False
         return distributed.broadcast(self.saver.wait_for_newest() is not None)
 
-    def evaluate(self, state: TrainState) -> dict[str, float | None] | None:
-        """Returns the metrics of the held-out data by name; {} without such data.
+    def evaluate(
+        self, state: TrainState, *, heldout: bool = True, tasks: bool = True
+    ) -> dict[str, float | None] | None:
+        """Returns the metrics of the held-out data and of the tasks by name; {} without both.
 
         A metric is None if the held-out data has no weight. Returns None if the run is asked to
         stop meanwhile.
         """
-        if self.heldout_metrics is None:
-            return {}
-        with console.progress("evaluating", 0, stream="stdout"):
-            return self.heldout_metrics(state)
+        metrics: dict[str, float | None] = {}
+        for is_asked, measure in ((heldout, self.heldout_metrics), (tasks, self.task_metrics)):
+            if not is_asked or measure is None:
+                continue
+            with console.progress("evaluating", 0, stream="stdout"):
+                found = measure(state)
+            if found is None:
+                return None
+            metrics |= found
+        return metrics
 
     def manifest_fields(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         """Returns what the manifest of a checkpoint records besides the state."""
@@ -95,6 +105,7 @@ def open_run(
     num_rows: int | None = None,
     eval_data: Source | Iterable[Any] | None = None,
     from_scratch: bool = False,
+    trust_code: bool = False,
     on_metrics: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Run, TrainState]:
     """Returns the open run and its first state, restored or initialised.
@@ -144,6 +155,14 @@ def open_run(
         stop_requested=stop_requested,
         check=program.model.check_batch,
     )
+    with distributed.raise_on_all_processes():
+        task_metrics = tasks.make_task_metrics(
+            cfg,
+            program,
+            folder,
+            stop_requested=stop_requested,
+            trust_code=trust_code,
+        )
 
     # ---- the newest valid checkpoint: each device reads its own shards ----
     clock.enter("restore")
@@ -277,6 +296,7 @@ def open_run(
         program=program,
         data=train_data,
         heldout_metrics=heldout_metrics,
+        task_metrics=task_metrics,
         folder=folder,
         writer=writer,
         saver=saver,

@@ -362,9 +362,25 @@ class OptimConfig:
 class EvalConfig:
     every: int
     batches: int
+    stride: int = 0
+    tasks: str = ""
+    tasks_every: int = 0
+    tasks_path: str = ""
+    tasks_limit: float = 0.0
+    tasks_fewshot: int = -1
+    tasks_chat_template: bool = False
 
     def __post_init__(self):
-        _raise(minimum_faults(0, {"eval.every": self.every, "eval.batches": self.batches}))
+        counts = ("every", "batches", "stride", "tasks_every", "tasks_limit")
+        faults = minimum_faults(0, {f"eval.{key}": getattr(self, key) for key in counts})
+        faults += minimum_faults(-1, {"eval.tasks_fewshot": self.tasks_fewshot})
+        if self.tasks and not all(self.tasks.split(",")):
+            faults.append(f"eval.tasks={self.tasks}: use names, with commas between")
+        if self.tasks_every and not self.tasks:
+            faults.append(
+                f"eval.tasks_every={self.tasks_every}: there are no tasks; set eval.tasks=NAMES"
+            )
+        _raise(faults)
 
 
 @dataclass(frozen=True)

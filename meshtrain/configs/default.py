@@ -340,6 +340,20 @@ def get_config() -> ConfigDict:
     evaluation.every = 0  # steps between evaluations; 0: only at the end
     # batches per evaluation, global_batch held-out sequences each; 0: no evaluation
     evaluation.batches = 8
+    # tokens from the beginning of a held-out window to that of the next, fewer than data.seq_len:
+    # windows overlap, each token counts once, also in the last partial window; 0: windows do not
+    # overlap, and the last partial one does not count
+    evaluation.stride = 0
+    # tasks of lm-evaluation-harness, groups and tags of them, or YAML files, separated by commas,
+    # as `meshtrain evaluate --tasks` has them; needs the extra `evals`; "": none
+    evaluation.tasks = ""
+    evaluation.tasks_every = 0  # steps between evaluations of the tasks; 0: only at the end
+    evaluation.tasks_path = ""  # folder with tasks of your own in YAML files; "": none
+    # questions of each task: the first N, or below 1 this share of them; 0: all
+    evaluation.tasks_limit = 0.0
+    evaluation.tasks_fewshot = -1  # examples in front of each question; -1: as the task says
+    # whether questions and examples are written as messages, by the tokenizer's chat template
+    evaluation.tasks_chat_template = False
 
     config.checkpoint = checkpoint = Section()
     checkpoint.every = 0  # steps between saves; 0: only at the end

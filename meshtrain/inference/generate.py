@@ -40,7 +40,7 @@ def run(
     """Prints the texts of prompts and how the run's model continues them; returns the exit code.
 
     `path` is the workdir of the run, or one of its checkpoints. `length` tokens are generated. The
-    model sees the last `context` tokens; None: see `_own_context`. `stop` are tokens that end a
+    model sees the last `context` tokens; None: see `longest_context`. `stop` are tokens that end a
     text, as ids or texts; empty: the tokenizer's end of a document, and those that the model's
     files list. `tokenizer_path` None is the run's tokenizer, `bos` None means as in the run's data.
     With `chat`, a prompt is a message to a chat model, and only its reply is printed, which ends
@@ -49,10 +49,10 @@ def run(
     workdir = find.workdir_of(path)
     folders = run_tokenizer.folders(workdir, cfg.to_dict())
     is_imported = run_tokenizer.imported_config(folders) is not None
-    own_context = _own_context(cfg, is_imported=is_imported)
-    context = _check_lengths(cfg, length, own_context if context is None else context)
-    tokenizer = _load_tokenizer(tokenizer_path, folders, workdir, cfg)
-    end_tokens = {tokenizer.eos, *_listed_end_tokens(folders, tokenizer)}
+    own_context = longest_context(cfg, is_imported=is_imported)
+    context = check_lengths(cfg, length, own_context if context is None else context)
+    tokenizer = load_tokenizer(tokenizer_path, folders, workdir, cfg)
+    end_tokens = {tokenizer.eos, *listed_end_tokens(folders, tokenizer)}
     if chat:
         if bos is not None:
             raise ConfigError(
@@ -80,7 +80,7 @@ def run(
 
     # Last, since it takes the most time: a fault of a flag is reported before.
     program, params = restore_params(
-        _without_stages(cfg), path, tokenizer=tokenizers.digest(tokenizer)
+        without_stages(cfg), path, tokenizer=tokenizers.digest(tokenizer)
     )
     steps = sampling.generate(
         program,
@@ -113,7 +113,7 @@ def run(
 # ---- how many tokens the model sees ----
 
 
-def _own_context(cfg: Config, *, is_imported: bool) -> int | None:
+def longest_context(cfg: Config, *, is_imported: bool) -> int | None:
     """Returns how many tokens a model can see; None: its run does not say.
 
     An imported model, also if it was trained further, has been trained with max_seq_len tokens
@@ -133,7 +133,7 @@ def _max_positions(cfg: Config) -> int | None:
     return model.get("max_seq_len") if model.get("positions") == "learned" else None
 
 
-def _check_lengths(cfg: Config, length: int, context: int | None) -> int:
+def check_lengths(cfg: Config, length: int, context: int | None) -> int:
     """Returns `context`; raises ConfigError if the model cannot see as many tokens."""
     if context is None:
         raise ConfigError("--context: the run's data has no data.seq_len; set --context=N")
@@ -210,7 +210,7 @@ def _within_context(
         yield tokens
 
 
-def _without_stages(cfg: Config) -> Config:
+def without_stages(cfg: Config) -> Config:
     """Returns the settings with the pipeline's devices as further shards of the parameters.
 
     A token passes all stages one after the other, so stages would only wait for each other. No
@@ -231,7 +231,7 @@ def _without_stages(cfg: Config) -> Config:
 GPT2_SIZES = range(50257, 50305)
 
 
-def _load_tokenizer(
+def load_tokenizer(
     path: str | None, folders: Sequence[Path], workdir: Path, cfg: Config
 ) -> Tokenizer:
     """Returns the tokenizer in `path`, or in the first folder that has one, or bytes.
@@ -271,7 +271,7 @@ def _raw_tokens(cfg: Config) -> str:
     return path if is_raw or tokens.nanogpt_files(path) else ""
 
 
-def _listed_end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> list[int]:
+def listed_end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> list[int]:
     """Returns the ends of a text that the files of the run list, or those next to the tokenizer."""
     folders = run_tokenizer.with_tokenizer(folders, tokenizers.digest(tokenizer))
     if tokenizer.file is not None:
