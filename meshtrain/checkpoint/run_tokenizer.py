@@ -70,6 +70,16 @@ def listed_end_tokens(folders: Sequence[Path]) -> list[int]:
     return []
 
 
+def generation_config(folders: Iterable[Path]) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the first generation_config.json that can be read, and its object; None: no file."""
+    for folder in folders:
+        try:
+            return folder / GENERATION_CONFIG, foreign.read_json(folder / GENERATION_CONFIG)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
 def _end_tokens_in(file: Path) -> list[int]:
     try:
         config = foreign.read_json(file)

@@ -2,14 +2,54 @@
 
 meshtrain generate --workdir=runs/quickstart --prompt="def "
 meshtrain generate --workdir=runs/smollm2-chat --chat --prompt="What is a prime number?"
+meshtrain generate --workdir=runs/smollm2-chat --chat --system="Answer in one sentence."
 """
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 from meshtrain.cli.verbs import Verb
 from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError
+
+# Those of inference.sampling.Sampling: type, letter and help.
+SAMPLING_FLAGS: dict[str, tuple[type, str, str]] = {
+    "temperature": (float, "T", "divides the logits; 0: always the most likely token (else 0.7)"),
+    "top_k": (int, "K", "sample from the K most likely tokens; 0: all (else 0)"),
+    "top_p": (
+        float,
+        "P",
+        "sample from the most likely tokens whose probabilities add up to P (else 1)",
+    ),
+    "min_p": (
+        float,
+        "P",
+        "sample from the tokens with at least P times the highest probability (else 0)",
+    ),
+    "repetition_penalty": (
+        float,
+        "R",
+        "divides positive logits of tokens in prompt and text so far, multiplies negative ones "
+        "(else 1)",
+    ),
+    "presence_penalty": (
+        float,
+        "A",
+        "subtracted from the logits of tokens generated so far (else 0)",
+    ),
+    "frequency_penalty": (
+        float,
+        "A",
+        "subtracted from the logits of tokens for each time that they were generated (else 0)",
+    ),
+    "no_repeat_ngram_size": (
+        int,
+        "N",
+        "no N tokens occur twice in the same order in prompt and text; 0: any may (else 0)",
+    ),
+}
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -26,39 +66,44 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--chat",
         action="store_true",
         help="each prompt is a message to a chat model, written by its chat template; prints the "
-        "replies",
-    )
-    flags.add_argument("--length", type=int, default=400, metavar="N", help="tokens to generate")
-    flags.add_argument(
-        "--temperature",
-        type=float,
-        default=0.7,
-        metavar="T",
-        help="divides the logits; 0: always the most likely token",
+        "replies. Without a prompt, each line of stdin is the next message of a conversation",
     )
     flags.add_argument(
-        "--top_k",
+        "--system", metavar="TEXT", help="message of the system before those of the user"
+    )
+    flags.add_argument(
+        "--chat_template_kwargs",
+        metavar="JSON",
+        help="further variables of the chat template, such as '{\"enable_thinking\": false}'",
+    )
+    flags.add_argument(
+        "--length",
         type=int,
-        default=0,
-        metavar="K",
-        help="sample from the K most likely tokens; 0: all",
+        metavar="N",
+        help="tokens to generate (default: max_new_tokens of generation_config.json, or 400; in a "
+        "conversation until the context is full)",
     )
     flags.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample from the most likely tokens whose probabilities add up to P",
+        "--num_return_sequences",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts that continue each prompt (default 1)",
     )
+    sampling = flags.add_argument_group(
+        "sampling", "without a flag, the value of the model's generation_config.json, if it has one"
+    )
+    for name, (kind, letter, help_text) in SAMPLING_FLAGS.items():
+        sampling.add_argument(f"--{name}", type=kind, metavar=letter, help=help_text)
     flags.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the samples")
     flags.add_argument(
         "--stop",
         action="append",
         default=[],
-        metavar="TOKEN",
-        help="stop at this token, its id or its text (default: the tokenizer's end-of-document "
-        "token and those that generation_config.json lists; with --chat also those that end a "
-        "reply)",
+        metavar="TEXT",
+        help="stop before this text, at this special token, or at the token with this id; may be "
+        "repeated (default: the tokenizer's end-of-document token, the tokens and texts that "
+        "generation_config.json lists; with --chat also the tokens that end a reply)",
     )
     flags.add_argument(
         "--context",
@@ -79,25 +124,54 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, cfg: Config) -> int:
     """Prints the continued prompts; returns the exit code."""
     # Here: `--help` needs no jax, which takes seconds to load.
-    from meshtrain.inference import generate
-    from meshtrain.inference.sampling import Sampling
+    from meshtrain.inference import chat, generate
 
+    arguments = _template_arguments(args.chat_template_kwargs)
+    faults = chat.argument_faults(arguments)
+    if not args.chat:
+        for flag in ("system", "chat_template_kwargs"):
+            if getattr(args, flag) is not None:
+                faults.append(f"--{flag}: is for chat models; add --chat")
+    if faults:
+        raise ConfigError(*faults)
+    texts = _read_prompts(args.prompt, args.prompt_file)
+    flags = {name: getattr(args, name) for name in SAMPLING_FLAGS}
+    sampling_flags = {name: value for name, value in flags.items() if value is not None}
     return generate.run(
         cfg,
         args.workdir,
-        texts=_read_prompts(args.prompt, args.prompt_file),
-        sampler=Sampling(args.temperature, args.top_k, args.top_p, args.seed),
+        texts=texts if texts or args.chat else ["\n"],
+        sampling_flags={**sampling_flags, "seed": args.seed},
         length=args.length,
+        num_return_sequences=args.num_return_sequences,
         context=args.context,
         stop=args.stop,
         tokenizer_path=args.tokenizer,
         bos=args.bos,
-        chat=args.chat,
+        chat=chat.Settings(args.system, arguments) if args.chat else None,
     )
 
 
+def _template_arguments(text: str | None) -> dict[str, Any]:
+    """Returns the object in --chat_template_kwargs; {} without the flag."""
+    if text is None:
+        return {}
+    example = "'{\"enable_thinking\": false}'"
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--chat_template_kwargs={text}: is not JSON: {error}; use an object such as {example}"
+        ) from None
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            f"--chat_template_kwargs={text}: is no JSON object; use one such as {example}"
+        )
+    return arguments
+
+
 def _read_prompts(texts: list[str] | None, file: Path | None) -> list[str]:
-    """Returns the prompts of the command line, then those in the file; a newline without any."""
+    """Returns the prompts of the command line, then those in the file."""
     prompts = [*texts] if texts else []
     if file is not None:
         try:
@@ -108,7 +182,7 @@ def _read_prompts(texts: list[str] | None, file: Path | None) -> list[str]:
             number = lines.index("") + 1
             raise ConfigError(f"--prompt_file={file}: line {number} is empty")
         prompts += lines
-    return prompts or ["\n"]
+    return prompts
 
 
 VERB = Verb(

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from meshtrain import foreign
@@ -53,11 +54,11 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
     """Returns the chat template in a tokenizer's folder.
 
     Raises ConfigError if the folder has none, or a faulty one.
-    `render(messages, tools=None, add_generation_prompt=False)` returns the text of a conversation,
-    and raises ValueError with one line if the template rejects it, and ConfigError if the template
-    exceeds the limit of time. `now` is the date for templates
-    that write it; None: the current date. With `tools`, JSON schemas of functions, the template
-    named tool_use is used if there is one.
+    `render(messages, tools=None, add_generation_prompt=False, arguments={})` returns the text of a
+    conversation, and raises ValueError with one line if the template rejects it, and ConfigError if
+    the template exceeds the limit of time. `arguments` are further variables that it may read, such
+    as enable_thinking. `now` is the date for templates that write it; None: the current date. With
+    `tools`, JSON schemas of functions, the template named tool_use is used if there is one.
     """
     settings = read_config(folder)
     special = special_tokens(settings)
@@ -72,11 +73,15 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
     process = _Process(folder, used, now)
 
     def render(
-        messages: Sequence[Message], tools: list | None = None, add_generation_prompt: bool = False
+        messages: Sequence[Message],
+        tools: list | None = None,
+        add_generation_prompt: bool = False,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
         name = "tool_use" if tools is not None and "tool_use" in used else "default"
         variables = {
             **special,
+            **arguments,
             "messages": [_normalized(message) for message in messages],
             "tools": tools,
             "documents": None,

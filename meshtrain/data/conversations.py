@@ -4,8 +4,9 @@ The text and its tokens are those of transformers.
 """
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,8 +120,14 @@ def check_keys(template: ChatTemplate, conversation: Conversation) -> None:
 # ---- replies in the text of a conversation ----
 
 
-def render(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[Span]]:
+def render(
+    template: ChatTemplate,
+    conversation: Conversation,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[str, list[Span]]:
     """Returns the text of a conversation, and the spans of it that the assistant wrote.
+
+    `arguments` are further variables of the template.
 
     {% generation %} blocks mark them. In a template without such blocks a reply begins where the
     prompt for it ends, and ends where the conversation up to it ends. Raises ValueError if the
@@ -129,20 +136,22 @@ def render(template: ChatTemplate, conversation: Conversation) -> tuple[str, lis
     """
     messages = conversation.messages
     first_reply = conversation.first_reply
-    text, generated = template.render(messages, conversation.tools)
+    text, generated = template.render(messages, conversation.tools, arguments=arguments)
     replies = []
     for number in range(first_reply, len(messages)):
         if messages[number]["role"] == "assistant":
             replies.append(number)
 
     def span_of(number: int) -> Span:
-        first = _start_of_reply(template, conversation, number, text)
-        return first, _end_of_reply(template, conversation, number, text)
+        first = _start_of_reply(template, conversation, number, text, arguments)
+        return first, _end_of_reply(template, conversation, number, text, arguments)
 
     spans = []
     if template.marks_replies:
         learned_from = (
-            _start_of_reply(template, conversation, first_reply, text) if first_reply else 0
+            _start_of_reply(template, conversation, first_reply, text, arguments)
+            if first_reply
+            else 0
         )
         context = [span_of(number) for number in replies if number in conversation.context]
         for first, last in generated:
@@ -157,23 +166,36 @@ def render(template: ChatTemplate, conversation: Conversation) -> tuple[str, lis
 
 
 def _start_of_reply(
-    template: ChatTemplate, conversation: Conversation, number: int, text: str
+    template: ChatTemplate,
+    conversation: Conversation,
+    number: int,
+    text: str,
+    arguments: Mapping[str, Any],
 ) -> int:
     """Returns where the reply that is message `number` begins in the text."""
     prompt = template.render(
-        conversation.messages[:number], conversation.tools, add_generation_prompt=True
+        conversation.messages[:number],
+        conversation.tools,
+        add_generation_prompt=True,
+        arguments=arguments,
     )
     return _length_of_beginning(prompt.text, text, number)
 
 
 def _end_of_reply(
-    template: ChatTemplate, conversation: Conversation, number: int, text: str
+    template: ChatTemplate,
+    conversation: Conversation,
+    number: int,
+    text: str,
+    arguments: Mapping[str, Any],
 ) -> int:
     """Returns where message `number` ends in the text."""
     end = number + 1
     if end == len(conversation.messages):
         return len(text)
-    beginning = template.render(conversation.messages[:end], conversation.tools)
+    beginning = template.render(
+        conversation.messages[:end], conversation.tools, arguments=arguments
+    )
     return _length_of_beginning(beginning.text, text, end)
 
 

@@ -1,9 +1,8 @@
 """Generates text: restores a run's model, encodes prompts, and prints what the model writes."""
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,13 +13,18 @@ from meshtrain.config.build import BUILDERS
 from meshtrain.config.schema import Config
 from meshtrain.data import hub, tokens
 from meshtrain.data import tokenizer as tokenizers
+from meshtrain.data.chat_template import ChatTemplate, Message
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, minimum_faults
 from meshtrain.inference import chat as chat_prompts
-from meshtrain.inference import sampling
+from meshtrain.inference import generation_config, sampling
+from meshtrain.inference.generation_config import Defaults
 from meshtrain.inference.restore import restore_params
 from meshtrain.inference.sampling import Sampling
 
+# Of models whose generation_config.json has no others.
+DEFAULT_SAMPLING = {"temperature": 0.7}
+DEFAULT_LENGTH = 400
 DECODE_CONTEXT = 16  # earlier tokens that are decoded together with a new one
 
 
@@ -29,51 +33,64 @@ def run(
     path: Path,
     *,
     texts: Sequence[str],
-    sampler: Sampling,
-    length: int,
+    sampling_flags: Mapping[str, float],
+    length: int | None,
+    num_return_sequences: int,
     context: int | None,
     stop: Sequence[str],
     tokenizer_path: str | None,
     bos: bool | None,
-    chat: bool,
+    chat: chat_prompts.Settings | None,
 ) -> int:
     """Prints the texts of prompts and how the run's model continues them; returns the exit code.
 
-    `path` is the workdir of the run, or one of its checkpoints. `length` tokens are generated. The
-    model sees the last `context` tokens; None: see `longest_context`. `stop` are tokens that end a
-    text, as ids or texts; empty: the tokenizer's end of a document, and those that the model's
-    files list. `tokenizer_path` None is the run's tokenizer, `bos` None means as in the run's data.
-    With `chat`, a prompt is a message to a chat model, and only its reply is printed, which ends
-    where the context is full.
+    `path` is the workdir of the run, or one of its checkpoints. `sampling_flags` are the values of
+    `Sampling` that the user chose; the others, and a `length` of None, are those of the model's
+    generation_config.json, or this project's. Each prompt is continued `num_return_sequences`
+    times, by `length` tokens. The model sees the last `context` tokens; None: see `longest_context`.
+    `stop` are tokens that end a text, as ids or texts, and other texts before which it ends; empty:
+    the tokenizer's end of a document, and what the model's files list. `tokenizer_path` None is the
+    run's tokenizer, `bos` None means as in the run's data. With `chat`, a prompt is a message to a
+    chat model, and only its reply is printed, which ends where the context is full; without
+    `texts`, the messages of a conversation are read from stdin.
     """
     workdir = find.workdir_of(path)
     folders = run_tokenizer.folders(workdir, cfg.to_dict())
     is_imported = run_tokenizer.imported_config(folders) is not None
+    defaults = generation_config.read(folders)
+    sampler = _sampler(sampling_flags, defaults)
     own_context = longest_context(cfg, is_imported=is_imported)
-    context = check_lengths(cfg, length, own_context if context is None else context)
+    context = own_context if context is None else context
+    is_conversation = chat is not None and not texts
+    if length is None:
+        # A reply in a conversation ends by itself, at the latest when the context is full.
+        length = defaults.length or (context if is_conversation else DEFAULT_LENGTH)
+    context = check_lengths(cfg, length, context)
+    faults = _sequence_faults(num_return_sequences, sampler, is_conversation=is_conversation)
+    if chat is not None and bos is not None:
+        faults.append("--bos and --chat: the chat template writes the token; use one of them")
+    if faults:
+        raise ConfigError(*faults)
     tokenizer = load_tokenizer(tokenizer_path, folders, workdir, cfg)
-    end_tokens = {tokenizer.eos, *listed_end_tokens(folders, tokenizer)}
-    if chat:
-        if bos is not None:
-            raise ConfigError(
-                "--bos and --chat: the chat template writes the token; use one of them"
-            )
-        template = chat_prompts.load(tokenizer)
-        encode = functools.partial(chat_prompts.encode, tokenizer, template)
-        end_tokens.update(chat_prompts.end_tokens(tokenizer, template))
-    else:
-        if bos is None:
-            bos = _begins_with_bos(tokenizer, folders)
-        encode = _text_encoder(tokenizer, bos=bos)
     vocab_size = cfg.model.options.get("vocab_size", tokenizer.vocab_size)
+    end_tokens = {tokenizer.eos, *listed_end_tokens(folders, tokenizer)}
+    stop_texts = defaults.stop
+    template = None
+    if chat is None:
+        encode = _text_encoder(tokenizer, bos=_begins_with_bos(bos, tokenizer, folders))
+    else:
+        template = chat_prompts.load(tokenizer)
+        end_tokens.update(chat_prompts.end_tokens(tokenizer, template, chat.arguments))
+        encode = partial(chat_prompts.encode_first, tokenizer, template, chat)
     prompts = [_encode_prompt(encode, text, vocab_size) for text in texts]
     if stop:
-        end_tokens = {_token_id(tokenizer, text) for text in stop}
-    notes = _long_prompts(prompts, context, own_context, chat=chat)
-    if chat and notes:  # without the beginning of its template it is no conversation
+        end_tokens, stop_texts = _stops(tokenizer, stop)
+    notes = _long_prompts(prompts, context, own_context, chat=chat is not None)
+    if chat is not None and notes:  # without the beginning of its template it is no conversation
         raise ConfigError(*notes)
-    if not chat and not notes:
+    if chat is None and not notes:
         notes = _length_notes(prompts, length, context)
+    notes = [*_default_notes(defaults, sampling_flags), *notes]
     if jax.process_index() == 0:
         for note in notes:
             console.say(note, stream="stderr")
@@ -82,32 +99,172 @@ def run(
     program, params = restore_params(
         without_stages(cfg), path, tokenizer=tokenizers.digest(tokenizer)
     )
-    steps = sampling.generate(
+    generate_rows = sampling.generator(
         program,
         params,
-        prompts,
-        length=length,
         context=context,
         dtype=cfg.train.dtype,
         # The embedding may have more rows than the tokenizer has tokens.
         sampling=dataclasses.replace(sampler, vocab_size=tokenizer.vocab_size),
-        stop=end_tokens,
+        few_shapes=is_conversation,
     )
+    if is_conversation:
+        assert chat is not None and template is not None
+        _converse(
+            chat,
+            encode=partial(_encode_messages, tokenizer, template, chat, vocab_size),
+            reply=partial(
+                _reply,
+                tokenizer,
+                generate_rows,
+                length=length,
+                context=context,
+                end_tokens=end_tokens,
+                stop_texts=stop_texts,
+            ),
+        )
+        return 0
+    ended: set[int] = set()
     full: list[int] = []  # replies that ended because the context was full
-    if chat:
+    prompts = [ids for ids in prompts for _ in range(num_return_sequences)]
+    titles = _titles(len(texts), num_return_sequences)
+    steps = generate_rows(prompts, length=length, stop=end_tokens, ended=ended)
+    if chat is not None:
         steps = _within_context(steps, prompts, context, full)
-    if jax.process_index() == 0:
-        print_texts(tokenizer, prompts, steps, replies_only=chat)
-        for number in full:
-            console.say(
-                f"reply {number} ends because prompt and reply fill the {context} tokens that the "
-                f"model sees; use a shorter message{_or_context(context + 1, own_context)}",
-                stream="stderr",
-            )
-    else:
-        for _ in steps:  # every process runs every step
+    pieces = continue_texts(tokenizer, prompts, steps, ended, stop_texts)
+    if jax.process_index() != 0:
+        for _ in pieces:  # every process runs every step
             pass
+        return 0
+    print_texts(tokenizer, prompts, pieces, titles, replies_only=chat is not None)
+    for number in full:
+        console.say(
+            f"reply {titles[number]} ends because prompt and reply fill the {context} tokens that "
+            f"the model sees; use a shorter message{_or_context(context + 1, own_context)}",
+            stream="stderr",
+        )
     return 0
+
+
+def _sequence_faults(
+    num_return_sequences: int, sampler: Sampling, *, is_conversation: bool
+) -> list[str]:
+    """Returns a fault for what cannot be printed several times, or read by several processes."""
+    faults = minimum_faults(1, {"--num_return_sequences": num_return_sequences})
+    if num_return_sequences > 1 and sampler.temperature == 0:
+        faults.append(
+            f"--num_return_sequences={num_return_sequences}: with temperature 0 all texts of a "
+            f"prompt are the same; use --temperature above 0"
+        )
+    if is_conversation and num_return_sequences > 1:
+        faults.append(
+            f"--num_return_sequences={num_return_sequences}: a conversation has one reply to each "
+            f"message; give --prompt"
+        )
+    if is_conversation and jax.process_count() > 1:
+        faults.append(
+            f"--chat: {jax.process_count()} processes cannot read messages from one terminal; give "
+            f"--prompt, or use one process"
+        )
+    return faults
+
+
+def _sampler(flags: Mapping[str, float], defaults: Defaults) -> Sampling:
+    """Returns how to sample; raises ConfigError for an invalid value, with where it is from."""
+    try:
+        return Sampling(**{**DEFAULT_SAMPLING, **defaults.sampling, **flags})
+    except ConfigError as error:
+        if not defaults.sampling:
+            raise
+        Sampling(**{**DEFAULT_SAMPLING, **flags})  # raises if the fault is in a flag
+        raise ConfigError(f"{defaults.file}: {error}; or give the flag another value") from None
+
+
+def _default_notes(defaults: Defaults, flags: Mapping[str, float]) -> list[str]:
+    """Returns a line with the values that a file sets, and one with those that it sets in vain."""
+    used = [f"{key}={value:g}" for key, value in defaults.sampling.items() if key not in flags]
+    notes = []
+    if used:
+        notes.append(f"sampling: {', '.join(used)}, as {defaults.file} says; flags replace them")
+    if defaults.ignored:
+        notes.append(f"{defaults.file}: {', '.join(defaults.ignored)}: is not supported, ignored")
+    return notes
+
+
+def _titles(num_prompts: int, num_return_sequences: int) -> list[str]:
+    """Returns the title of each text: the number of its prompt, and of the text if it has more."""
+    if num_return_sequences == 1:
+        return [str(prompt) for prompt in range(num_prompts)]
+    titles = []
+    for prompt in range(num_prompts):
+        titles += [f"{prompt}.{sequence}" for sequence in range(num_return_sequences)]
+    return titles
+
+
+# ---- conversations ----
+
+
+def _converse(
+    chat: chat_prompts.Settings,
+    encode: Callable[[Sequence[Message]], list[int]],
+    reply: Callable[[list[int]], str],
+) -> None:
+    """Prints the reply to each line of stdin, all of them messages of one conversation.
+
+    What cannot be answered is reported, and is no part of the conversation.
+    """
+    messages = chat.begin()
+    for line in chat_prompts.read_messages():
+        if line.strip() == chat_prompts.CLEAR:
+            messages = chat.begin()
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            said = reply(encode(asked))
+        except ConfigError as error:
+            console.say(str(error), stream="stderr")
+            continue
+        messages = [*asked, {"role": "assistant", "content": said}]
+
+
+def _encode_messages(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    chat: chat_prompts.Settings,
+    vocab_size: int,
+    messages: Sequence[Message],
+) -> list[int]:
+    ids = chat_prompts.encode(tokenizer, template, messages, chat.arguments)
+    _check_ids(ids, messages[-1]["content"], vocab_size)
+    return ids
+
+
+def _reply(
+    tokenizer: Tokenizer,
+    generate_rows: sampling.Generate,
+    ids: list[int],
+    *,
+    length: int,
+    context: int,
+    end_tokens: Collection[int | None],
+    stop_texts: Sequence[str],
+) -> str:
+    """Prints and returns the reply to a conversation; raises ConfigError if there is no room."""
+    # A token is drawn after the model has seen all before it.
+    room = context - len(ids) + 1
+    if room < 1:
+        raise ConfigError(
+            f"the conversation has {len(ids)} tokens, more than the {context} that the model sees; "
+            f"{chat_prompts.CLEAR} starts a new one"
+        )
+    ended: set[int] = set()
+    steps = generate_rows([ids], length=min(length, room), stop=end_tokens, ended=ended)
+    said = []
+    for _, piece in continue_texts(tokenizer, [ids], steps, ended, stop_texts):
+        console.say(piece, end="")
+        said.append(piece)
+    console.say("")
+    return "".join(said)
 
 
 # ---- how many tokens the model sees ----
@@ -133,9 +290,9 @@ def _max_positions(cfg: Config) -> int | None:
     return model.get("max_seq_len") if model.get("positions") == "learned" else None
 
 
-def check_lengths(cfg: Config, length: int, context: int | None) -> int:
+def check_lengths(cfg: Config, length: int | None, context: int | None) -> int:
     """Returns `context`; raises ConfigError if the model cannot see as many tokens."""
-    if context is None:
+    if context is None or length is None:
         raise ConfigError("--context: the run's data has no data.seq_len; set --context=N")
     max_positions = _max_positions(cfg)
     faults = minimum_faults(1, {"--length": length, "--context": context})
@@ -279,8 +436,10 @@ def listed_end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> list[int
     return run_tokenizer.listed_end_tokens(folders)
 
 
-def _begins_with_bos(tokenizer: Tokenizer, folders: Sequence[Path]) -> bool:
-    """Returns whether the run's documents began with bos; of a converted model, its texts."""
+def _begins_with_bos(bos: bool | None, tokenizer: Tokenizer, folders: Sequence[Path]) -> bool:
+    """Returns `bos`; None: whether the run's documents, or a converted model's texts, begin so."""
+    if bos is not None:
+        return bos
     if any(map(tokenizers.is_of_prepared_data, folders)):
         return any(map(tokenizers.has_bos, folders))
     return tokenizer.adds_bos
@@ -302,6 +461,12 @@ def _encode_prompt(encode: Callable[[str], list[int]], text: str, vocab_size: in
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ConfigError(f"--prompt={text!r}: is not valid UTF-8")
     ids = encode(text)
+    _check_ids(ids, text, vocab_size)
+    return ids
+
+
+def _check_ids(ids: Sequence[int], text: str, vocab_size: int) -> None:
+    """Raises ConfigError if a prompt has no tokens, or tokens that the model does not have."""
     if not ids:
         raise ConfigError(f"--prompt={text!r}: has no tokens; use a longer prompt")
     if max(ids) >= vocab_size:  # JAX would clamp the index to the last row
@@ -309,72 +474,134 @@ def _encode_prompt(encode: Callable[[str], list[int]], text: str, vocab_size: in
             f"--prompt={text!r}: holds token {max(ids)}, but model.vocab_size={vocab_size}; "
             f"use the model's tokenizer with --tokenizer"
         )
-    return ids
 
 
-def _token_id(tokenizer: Tokenizer, text: str) -> int:
-    """Returns the id of a token, given as its id or its text."""
-    # Digits of other alphabets are texts.
-    if text.isascii() and text.isdecimal() and int(text) < tokenizer.vocab_size:
-        return int(text)
-    ids = tokenizer.encode(text).tolist()
-    if len(ids) == 1:
-        return ids[0]
-    try:  # a special token, which encode never returns
-        token = tokenizers.load(tokenizer.file, eos=text).eos
-    except (ConfigError, TypeError):
-        token = None
-    if token is None:
-        raise ConfigError(f"--stop={text!r}: is not a single token of the tokenizer; use its id")
-    return token
+def _stops(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[set[int | None], list[str]]:
+    """Returns the tokens that end a text, and the texts before which it ends.
+
+    A token is given as its id, or is a special token. Any other text ends what is generated
+    wherever it is in it, also as part of a token.
+    """
+    tokens: set[int | None] = set()
+    stop_texts = []
+    for text in texts:
+        # Digits of other alphabets are texts.
+        if text.isascii() and text.isdecimal() and int(text) < tokenizer.vocab_size:
+            tokens.add(int(text))
+            continue
+        try:  # a special token, which has no text
+            token = tokenizers.load(tokenizer.file, eos=text).eos
+        except (ConfigError, TypeError):
+            token = None
+        if token is not None and tokenizer.token_bytes()[token] == 0:
+            tokens.add(token)
+        elif text:
+            stop_texts.append(text)
+        else:
+            raise ConfigError("--stop='': is empty; give a text, a special token, or an id")
+    return tokens, stop_texts
 
 
 # ---- tokens to text ----
 
 
-def print_texts(
+class TextStream:
+    """The text that generated tokens add to a prompt, up to the first of some stop texts.
+
+    Incomplete characters, ends of lines and what may begin a stop text are held back. A token is
+    decoded together with earlier ones: some decoders drop a space at the start of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], stop_texts: Sequence[str] = ()):
+        self._tokenizer = tokenizer
+        self._stop_texts = stop_texts
+        self._ids = list(ids)[-DECODE_CONTEXT:]
+        self._decoded = tokenizer.decode(self._ids)
+        self._held = ""  # decoded, and perhaps the beginning of a stop text
+        self.is_stopped = False
+
+    def add(self, token: int) -> str:
+        """Returns the text that is certain with this token; "" if none is."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        # Half of a character, or of the end of a line, \r\n.
+        if text.endswith(("\ufffd", "\r")):
+            return ""
+        new = text[len(self._decoded) :]
+        self._ids = self._ids[-DECODE_CONTEXT:]
+        self._decoded = self._tokenizer.decode(self._ids)
+        return self._before_stop(new)
+
+    def end(self) -> str:
+        """Returns the text that is held back, up to a stop text."""
+        new = self._tokenizer.decode(self._ids)[len(self._decoded) :]
+        text = self._before_stop(new) + self._held
+        self._held = ""
+        return text
+
+    def _before_stop(self, new: str) -> str:
+        if self.is_stopped:
+            return ""
+        text = self._held + new
+        starts = [text.find(stop) for stop in self._stop_texts if stop in text]
+        if starts:
+            self.is_stopped = True
+            self._held = ""
+            return text[: min(starts)]
+        num_held = 0
+        for stop in self._stop_texts:
+            for size in range(num_held + 1, min(len(stop), len(text) + 1)):
+                if text.endswith(stop[:size]):
+                    num_held = size
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+
+def continue_texts(
     tokenizer: Tokenizer,
     prompts: Sequence[list[int]],
     steps: Iterable[Sequence[int | None]],
-    *,
-    replies_only: bool = False,
-) -> None:
-    """Prints a single text token by token, or several texts once all are complete.
+    ended: set[int],
+    stop_texts: Sequence[str],
+) -> Iterator[tuple[int, str]]:
+    """Yields the pieces of text that continue the prompts, each with the number of its prompt.
 
-    With `replies_only` the prompts are left out. `steps` are the next token of each prompt; None
-    after its end.
+    `steps` are the next token of each prompt; None after its end. A text ends before the first of
+    `stop_texts`; its number is then added to `ended`.
     """
+    streams = [TextStream(tokenizer, ids, stop_texts) for ids in prompts]
+    for step in steps:
+        for number, token in enumerate(step):
+            if token is None or streams[number].is_stopped:
+                continue
+            yield number, streams[number].add(token)
+            if streams[number].is_stopped:
+                ended.add(number)
+    for number, stream in enumerate(streams):
+        yield number, stream.end()
+
+
+def print_texts(
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    pieces: Iterable[tuple[int, str]],
+    titles: Sequence[str],
+    *,
+    replies_only: bool,
+) -> None:
+    """Prints a single text piece by piece, or several texts once all are complete.
+
+    With `replies_only` the prompts are left out. `pieces` are those of `continue_texts`.
+    """
+    begins = ["" if replies_only else tokenizer.decode(ids) for ids in prompts]
     if len(prompts) == 1:
-        (ids,) = prompts
-        console.say("" if replies_only else tokenizer.decode(ids), end="")
-        for text in stream_text(tokenizer, ids, (token for (token,) in steps)):
-            console.say(text, end="")
+        console.say(begins[0], end="")
+        for _, piece in pieces:
+            console.say(piece, end="")
         console.say("")
         return
-    rows = zip(*steps, strict=True)
-    for number, (ids, row) in enumerate(zip(prompts, rows, strict=True)):
-        new = [token for token in row if token is not None]
-        text = tokenizer.decode(new if replies_only else [*ids, *new])
-        console.say(f"--- {number}\n{text}")
-
-
-def stream_text(
-    tokenizer: Tokenizer, ids: Sequence[int], tokens: Iterable[int | None]
-) -> Iterator[str]:
-    """Yields the text that each token adds to `ids`, up to the first None.
-
-    Incomplete characters and ends of lines are held back. A token is decoded together with earlier
-    ones: some decoders drop a space at the start of the text.
-    """
-    ids = list(ids)[-DECODE_CONTEXT:]
-    printed = tokenizer.decode(ids)
-    for token in itertools.takewhile(lambda token: token is not None, tokens):
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        # Half of a character, or of the end of a line, \r\n.
-        if text.endswith(("\ufffd", "\r")):
-            continue
-        yield text[len(printed) :]
-        ids = ids[-DECODE_CONTEXT:]
-        printed = tokenizer.decode(ids)
-    yield tokenizer.decode(ids)[len(printed) :]
+    texts = begins
+    for number, piece in pieces:
+        texts[number] += piece
+    for title, text in zip(titles, texts, strict=True):
+        console.say(f"--- {title}\n{text}")

@@ -1,7 +1,7 @@
 """Samples tokens autoregressively from a model, with a key/value cache."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,14 +18,21 @@ from meshtrain.models.base import CacheState, Model, Params
 from meshtrain.parallel import sharding
 from meshtrain.program import Program
 
-# B rows, S positions of a call, T positions in the cache, V vocabulary, D model
+# B rows, S positions of a call, T positions in the cache, H tokens of a row so far, V vocabulary,
+# N tokens of an n-gram, D model
 
 ROUNDING = 1e-6  # of a sum of probabilities
+NO_TOKEN = -1  # fills the beginning of a shorter row
+GROWTH = 512  # tokens for which a cache has room, if few shapes are compiled
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample a token from logits. Temperature 0 selects the most likely token."""
+    """How to sample a token from logits.
+
+    First the penalties, then temperature, top_k, top_p and min_p, in the order of transformers.
+    Temperature 0 selects the most likely token, after the penalties.
+    """
 
     temperature: float = 1.0
     top_k: int = 0  # sample from the k most likely tokens; 0: all
@@ -34,23 +41,70 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     vocab_size: int = 0  # of the tokenizer, if smaller than the model's; 0: the model's
+    # From the tokens with at least this share of the most likely one's probability (arXiv
+    # 2407.01082).
+    min_p: float = 0.0
+    # Divides positive logits of the tokens in prompt and text so far, multiplies negative ones
+    # (arXiv 1909.05858).
+    repetition_penalty: float = 1.0
+    # Subtracted from the logits of the tokens generated so far: once, and for each time that they
+    # were generated; as OpenAI's API defines them, without the prompt.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # No sequence of this many tokens occurs twice in prompt and text; 0: any may.
+    no_repeat_ngram_size: int = 0
 
     def __post_init__(self):
-        faults = minimum_faults(0, {"--temperature": self.temperature, "--top_k": self.top_k})
+        faults = minimum_faults(
+            0,
+            {
+                "--temperature": self.temperature,
+                "--top_k": self.top_k,
+                "--no_repeat_ngram_size": self.no_repeat_ngram_size,
+            },
+        )
         faults += seed_faults("--seed", self.seed)
         if not 0 < self.top_p <= 1:
             faults.append(f"--top_p={self.top_p}: use a number above 0, up to 1")
-        if not math.isfinite(self.temperature):
-            faults.append(f"--temperature={self.temperature}: use a finite number")
+        if not 0 <= self.min_p <= 1:
+            faults.append(f"--min_p={self.min_p}: use a number from 0 to 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            faults.append(
+                f"--repetition_penalty={self.repetition_penalty}: use a finite number above 0; "
+                f"1 changes nothing"
+            )
+        for name in ("temperature", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not math.isfinite(value):
+                faults.append(f"--{name}={value}: use a finite number")
         if faults:
             raise ConfigError(*faults)
 
-    def draw(self, logits_BV: jax.Array, number: jax.Array) -> jax.Array:
-        """Returns the token of each row (B,) at step `number`; it does not depend on other rows."""
+    @property
+    def reads_tokens(self) -> bool:
+        """Returns whether a token depends on those before it, not on the logits alone."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.no_repeat_ngram_size
+        )
+
+    def draw(
+        self, logits_BV: jax.Array, number: jax.Array, tokens_BH: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the token of each row (B,) at step `number`; it does not depend on other rows.
+
+        With `reads_tokens`, `tokens_BH` are the rows so far, aligned at their ends, with NO_TOKEN
+        before the beginning of shorter ones; the last `number` tokens of a row were generated.
+        """
         logits_BV = jnp.asarray(logits_BV, jnp.float32)
         if self.vocab_size:
             is_token_V = jnp.arange(logits_BV.shape[-1]) < self.vocab_size
             logits_BV = jnp.where(is_token_V[None], logits_BV, -jnp.inf)
+        if self.reads_tokens:
+            assert tokens_BH is not None
+            logits_BV = self._penalize(logits_BV, number, tokens_BH)
         if self.temperature == 0:
             return jnp.argmax(logits_BV, axis=-1)
         # At most 0, so that dividing by a small temperature cannot overflow to +inf.
@@ -62,11 +116,53 @@ class Sampling:
         keys_B = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(logits_BV)))
         return jax.vmap(jax.random.categorical)(keys_B, logits_BV)
 
+    def _penalize(self, logits_BV: jax.Array, number: jax.Array, tokens_BH: jax.Array) -> jax.Array:
+        """Returns the logits after the penalties for the tokens of each row so far."""
+        B, V = logits_BV.shape
+        H = tokens_BH.shape[1]
+        row_B1 = jnp.arange(B)[:, None]
+        # NO_TOKEN counts for a column beyond the vocabulary, which is dropped.
+        column_BH = jnp.where(tokens_BH == NO_TOKEN, V, tokens_BH)
+        if self.repetition_penalty != 1:
+            occurs_BV = jnp.zeros((B, V + 1), bool).at[row_B1, column_BH].set(True)[:, :V]
+            divided_BV = logits_BV / self.repetition_penalty
+            multiplied_BV = logits_BV * self.repetition_penalty
+            penalized_BV = jnp.where(logits_BV < 0, multiplied_BV, divided_BV)
+            logits_BV = jnp.where(occurs_BV, penalized_BV, logits_BV)
+        if self.presence_penalty or self.frequency_penalty:
+            is_generated_H = jnp.arange(H) >= H - number
+            added_BH = jnp.broadcast_to(is_generated_H, (B, H)).astype(jnp.float32)
+            counts_BV = jnp.zeros((B, V + 1)).at[row_B1, column_BH].add(added_BH)[:, :V]
+            logits_BV -= self.frequency_penalty * counts_BV
+            logits_BV -= self.presence_penalty * (counts_BV > 0)
+        if 0 < self.no_repeat_ngram_size <= H:
+            is_banned_BV = self._ends_of_ngrams(tokens_BH, V)
+            # A small vocabulary may be used up; then any token may follow.
+            may_follow_BV = (logits_BV > -jnp.inf) & ~is_banned_BV
+            is_banned_BV &= may_follow_BV.any(-1, keepdims=True)
+            logits_BV = jnp.where(is_banned_BV, -jnp.inf, logits_BV)
+        return logits_BV
+
+    def _ends_of_ngrams(self, tokens_BH: jax.Array, V: int) -> jax.Array:
+        """Returns the tokens (B, V) that would repeat an n-gram of the row."""
+        B, H = tokens_BH.shape
+        N = self.no_repeat_ngram_size
+        num_windows = H - N + 1
+        matches_BW = jnp.ones((B, num_windows), bool)
+        for offset in range(N - 1):
+            token_B1 = tokens_BH[:, H - N + 1 + offset][:, None]
+            matches_BW &= tokens_BH[:, offset : offset + num_windows] == token_B1
+        # An n-gram has no padding. If its last N - 1 tokens have, the row has no n-gram yet.
+        matches_BW &= tokens_BH[:, :num_windows] != NO_TOKEN
+        end_BW = jnp.where(matches_BW, tokens_BH[:, N - 1 :], V)
+        row_B1 = jnp.arange(B)[:, None]
+        return jnp.zeros((B, V + 1), bool).at[row_B1, end_BW].set(True)[:, :V]
+
     def _mask_unlikely(self, logits_BV: jax.Array) -> jax.Array:
-        """Returns the logits, with -inf for the tokens outside top_k or top_p.
+        """Returns the logits, with -inf for the tokens outside top_k, top_p or min_p.
 
         Ties are those of transformers: top_k keeps all tokens as likely as the k-th, top_p no more
-        than it needs, of equally likely ones those with the highest ids.
+        than it needs, of equally likely ones those with the highest ids, and min_p all.
         """
         V = logits_BV.shape[-1]
         if 0 < self.top_k < V:
@@ -86,7 +182,14 @@ class Sampling:
             num_ties_B1 = num_kept_B1 - is_above_BV.sum(-1, keepdims=True)
             is_kept_BV = is_above_BV | is_tied_BV & (tie_BV <= num_ties_B1)
             logits_BV = jnp.where(is_kept_BV, logits_BV, -jnp.inf)
+        if self.min_p > 0:
+            probs_BV = jax.nn.softmax(logits_BV, axis=-1)
+            is_likely_BV = probs_BV >= self.min_p * probs_BV.max(-1, keepdims=True)
+            logits_BV = jnp.where(is_likely_BV, logits_BV, -jnp.inf)
         return logits_BV
+
+
+Generate = Callable[..., Iterator[list[int | None]]]
 
 
 def generate(
@@ -99,12 +202,32 @@ def generate(
     dtype: str,
     sampling: Sampling,
     stop: Collection[int | None] = (),
+    ended: Collection[int] = (),
 ) -> Iterator[list[int | None]]:
-    """Yields the next token of each row, up to `length` times.
+    """Yields the next token of each row, up to `length` times; see `generator`."""
+    run = generator(program, params, context=context, dtype=dtype, sampling=sampling)
+    return run(prompts, length=length, stop=stop, ended=ended)
 
-    From a row's first `stop` token on, it is None. Each prompt has 1 or more tokens; lengths may
-    differ. The model sees at most the last `context` tokens of a row: when it has seen as many, it
-    continues with the newer half of them, computed anew. Longer rows do not shorten it.
+
+def generator(
+    program: Program,
+    params: Params,
+    *,
+    context: int,
+    dtype: str,
+    sampling: Sampling,
+    few_shapes: bool = False,
+) -> Generate:
+    """Returns the function (prompts, *, length, stop=(), ended=()) that generates text.
+
+    It yields the next token of each row, up to `length` times. From a row's first `stop` token on,
+    it is None; so it is from the next step on for the rows in `ended`, to which the caller may add
+    rows between two steps. Each prompt has 1 or more tokens; lengths may differ. The model sees at
+    most the last `context` tokens of a row: when it has seen as many, it continues with the newer
+    half of them, computed anew. Longer rows do not shorten it.
+
+    Calls of the function share compiled programs. With `few_shapes`, prompts and caches are padded
+    to powers of two, so that prompts of other lengths share them too.
     """
     model = program.model
     for name in ("cached_embed", "cached_block"):
@@ -114,12 +237,6 @@ def generate(
             )
     with program.active():
         _, num_shards = sharding.batch_slices(tuple(program.mesh.shape))
-    # Add rows that are never active, so that all batch shards have the same size.
-    num_prompts = len(prompts)
-    num_added = -num_prompts % num_shards
-    rows = [list(prompt) for prompt in prompts] + [[0] for _ in range(num_added)]
-    is_active = [True] * num_prompts + [False] * num_added
-
     replicated = jax.NamedSharding(program.mesh, jax.P())
     decode = jax.jit(
         partial(_decode, model, sampling),
@@ -128,23 +245,71 @@ def generate(
         out_shardings=(replicated, None),
     )
     params = _to_compute_dtype(program, params, dtype)
+
+    def decode_step(**inputs: Any) -> tuple[jax.Array, Any]:
+        with program.active():
+            return decode(params, dtype=dtype, **inputs)
+
+    return partial(
+        _generate,
+        decode_step,
+        context=context,
+        num_shards=num_shards,
+        reads_tokens=sampling.reads_tokens,
+        few_shapes=few_shapes,
+    )
+
+
+def _generate(
+    decode_step: Callable[..., tuple[jax.Array, Any]],
+    prompts: Sequence[Sequence[int]],
+    *,
+    length: int,
+    stop: Collection[int | None] = (),
+    ended: Collection[int] = (),
+    context: int,
+    num_shards: int,
+    reads_tokens: bool,
+    few_shapes: bool,
+) -> Iterator[list[int | None]]:
+    """Yields the next token of each row; see `generator`. `decode_step` is `_decode`."""
+
+    def padded(width: int, limit: int) -> int:
+        return max(width, min(limit, 1 << (width - 1).bit_length())) if few_shapes else width
+
+    # Add rows that are never active, so that all batch shards have the same size.
+    num_prompts = len(prompts)
+    num_added = -num_prompts % num_shards
+    rows = [list(prompt) for prompt in prompts] + [[0] for _ in range(num_added)]
+    is_active = [True] * num_prompts + [False] * num_added
+    # Tokens of the longest row at the end, for the penalties.
+    longest = max(len(row) for row in rows) + length
+    longest = padded(longest, limit=2 * longest)
+
+    def newest_tokens() -> np.ndarray | None:
+        return _window(rows, longest, empty=NO_TOKEN)[0] if reads_tokens else None
+
     number = 0  # tokens generated so far
-    num_seen = [min(context, len(row)) for row in rows]  # the last tokens of each row in the cache
+    num_seen = [min(context, len(row)) for row in rows]  # of each row, its last in the cache
     half = kept_tokens(context)
-    width = max(num_seen)  # tokens that a new cache begins with, some of them padding
-    room = context - width  # tokens that can be added until the context of a row is full
+    # Tokens that can be added until the context of a row is full.
+    room = context - max(num_seen)
+    # Tokens that a new cache begins with, some of them padding.
+    width = padded(max(num_seen), limit=context)
+    growth = min(GROWTH, length) if few_shapes else length
     while number < length and any(is_active):
         # Prefill: compute a new cache from the last tokens of each row.
-        size = width + min(room, length - number)
-        window, num_pads = _window(rows, num_seen, width)
-        decode_step = partial(decode, params, num_pads=num_pads, size=size, dtype=dtype)
-        with program.active():
-            sampled, cache = decode_step(tokens=window, start=0, number=number, cache=None)
+        size = width + min(room, growth, length - number)
+        window, num_pads = _window(rows, width, num_seen)
+        step = partial(decode_step, num_pads=num_pads, size=padded(size, limit=2 * size))
+        sampled, cache = step(
+            tokens=window, start=0, number=number, newest=newest_tokens(), cache=None
+        )
 
         # Decode one token of each row at a time, until the context of a row is full.
         for start in range(width, size + 1):
-            # Wait for this step before the next starts: on CPU, processes confuse the messages of
-            # two programs in flight, and hang.
+            # Wait for this step before the next starts: on CPU, processes confuse the messages
+            # of two programs in flight, and hang.
             tokens = np.asarray(sampled).tolist()
             for index, token in enumerate(tokens):
                 rows[index].append(token)
@@ -156,21 +321,30 @@ def generate(
             for token, active in zip(tokens, is_active, strict=True):
                 newest.append(token if active else None)
             yield newest[:num_prompts]
+            for index in ended:
+                is_active[index] = False
             if number == length or not any(is_active):
                 return
             is_full = [n > context for n in num_seen]
             if start == size or any(np.logical_and(is_full, is_active)):
                 break
-            with program.active():
-                sampled, cache = decode_step(
-                    tokens=sampled[:, None], start=start, number=number, cache=cache
-                )
+            sampled, cache = step(
+                tokens=sampled[:, None],
+                start=start,
+                number=number,
+                newest=newest_tokens(),
+                cache=cache,
+            )
         for index, active in enumerate(is_active):
             if num_seen[index] > context or not active:
                 num_seen[index] = half
-        # Each width is compiled, so there are two: for full rows alone, and for any rows.
-        width = half if max(num_seen) == half else context
-        room = context - half
+        if few_shapes:
+            width = padded(max(num_seen), limit=context)
+            room = context - max(num_seen)
+        else:
+            # Each width is compiled, so there are two: for full rows alone, and for any rows.
+            width = half if max(num_seen) == half else context
+            room = context - half
 
 
 def kept_tokens(context: int) -> int:
@@ -187,14 +361,15 @@ def _decode(
     num_pads: jax.Array,
     start: jax.Array | int,
     number: jax.Array | int,
+    newest: jax.Array | None,
     cache: Any,
     size: int,
     dtype: str,
 ) -> tuple[jax.Array, Any]:
     """Appends `tokens` (B, S) to the cache at `start`; returns the next token (B,) and the cache.
 
-    The first `num_pads` (B,) positions of a row are padding. If `cache` is None, a new one of
-    T = `size` is used.
+    The first `num_pads` (B,) positions of a row are padding. `newest` (B, H) are the rows so far,
+    if the sampling reads them. If `cache` is None, a new one of T = `size` is used.
     """
     B, S = tokens.shape
     tokens = sharding.constrain(tokens, "batch", "seq")
@@ -219,17 +394,24 @@ def _decode(
     x, layer_caches = jax.lax.scan(block, x, (model.stack(params["layers"]), layer_caches))
     last = jax.tree.map(lambda leaf: leaf[:, -1:], x)
     logits_BV = model.logits(params, last)[:, 0]
-    return sampling.draw(logits_BV, number), (embed_cache, layer_caches)
+    return sampling.draw(logits_BV, number, newest), (embed_cache, layer_caches)
 
 
 def _window(
-    rows: Sequence[Sequence[int]], num_seen: Sequence[int], width: int
+    rows: Sequence[Sequence[int]],
+    width: int,
+    num_seen: Sequence[int] | None = None,
+    *,
+    empty: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the last `num_seen` tokens of rows (B, width), right-aligned, and their pads (B,)."""
-    window_BS = np.zeros((len(rows), width), np.int32)
+    """Returns the last tokens of rows (B, width), right-aligned, and their pads (B,).
+
+    Of each row these are `num_seen`; None: all that it has. `empty` fills what is left.
+    """
+    window_BS = np.full((len(rows), width), empty, np.int32)
     num_pads_B = np.zeros(len(rows), np.int32)
     for index, row in enumerate(rows):
-        newest = row[-num_seen[index] :]
+        newest = row if num_seen is None else row[-num_seen[index] :]
         num_pads_B[index] = width - len(newest)
         window_BS[index, width - len(newest) :] = newest
     return window_BS, num_pads_B

@@ -1,6 +1,7 @@
 """Cached sampling draws the same tokens as a full forward pass over the text for each token."""
 
 import dataclasses
+import importlib.util
 import itertools
 
 import jax
@@ -11,6 +12,7 @@ from meshtrain import ConfigError
 from meshtrain.config.build import build
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
+from meshtrain.inference import sampling
 from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.models import transformer
 from meshtrain.program import assemble
@@ -195,6 +197,10 @@ LOGITS = np.log([[0.5, 0.3, 0.15, 0.05]]).astype(np.float32)
         (Sampling(temperature=0), [1, 0, 0, 0]),
         (Sampling(temperature=1e-40), [1, 0, 0, 0]),
         (Sampling(vocab_size=2), [0.625, 0.375, 0, 0]),
+        (Sampling(min_p=0.55), [0.625, 0.375, 0, 0]),
+        (Sampling(min_p=0.2), [10 / 19, 6 / 19, 3 / 19, 0]),
+        (Sampling(min_p=0.2, top_p=0.7), [0.625, 0.375, 0, 0]),
+        (Sampling(min_p=1.0), [1, 0, 0, 0]),
     ],
     ids=str,
 )
@@ -232,8 +238,11 @@ def test_of_equally_likely_tokens_those_of_transformers_are_kept(top_k, top_p):
         assert np.flatnonzero(found > -np.inf).tolist() == kept.tolist()
 
 
-def probabilities(logits, *, temperature, top_k, top_p, vocab_size):
-    """Returns the distribution of a row in float64: vocabulary, temperature, top_k, then top_p."""
+def probabilities(logits, *, temperature, top_k, top_p, vocab_size, min_p=0.0):
+    """Returns the distribution of a row in float64.
+
+    First vocabulary and temperature, then top_k, top_p and min_p.
+    """
     logits = logits.astype(np.float64)
     if vocab_size:
         logits[vocab_size:] = -np.inf
@@ -244,6 +253,7 @@ def probabilities(logits, *, temperature, top_k, top_p, vocab_size):
         logits = logits.astype(np.float32)  # in which some are equal
     kept = kept_by_transformers(logits, min(top_k, len(logits)), top_p)
     weights = np.where(kept, np.exp(logits), 0)
+    weights = np.where(weights >= min_p * weights.max(), weights, 0)
     return weights / weights.sum()
 
 
@@ -299,6 +309,178 @@ def test_top_p_keeps_half_of_200_equally_likely_tokens():
     assert len(np.unique(draw(np.arange(5_000)))) == 100
 
 
+# ---- penalties for the tokens so far ----
+
+
+def penalized_by_transformers(logits_V, prompt, new, settings):
+    """Returns the logits after its RepetitionPenalty- and NoRepeatNGramLogitsProcessor, in float64.
+
+    Between them the penalties of OpenAI's API: mu -= count * frequency + (count > 0) * presence.
+    """
+    logits_V = logits_V.astype(np.float64)
+    tokens = [*prompt, *new]
+    for token in set(tokens):
+        factor = settings.repetition_penalty
+        logits_V[token] = (
+            logits_V[token] * factor if logits_V[token] < 0 else logits_V[token] / factor
+        )
+    for token in set(new):
+        logits_V[token] -= new.count(token) * settings.frequency_penalty
+        logits_V[token] -= settings.presence_penalty
+    size = settings.no_repeat_ngram_size
+    if size and len(tokens) >= size:
+        beginning = tokens[len(tokens) - size + 1 :]
+        for start in range(len(tokens) - size + 1):
+            ngram = tokens[start : start + size]
+            if ngram[:-1] == beginning:
+                logits_V[ngram[-1]] = -np.inf
+    return logits_V
+
+
+PENALTIES = [
+    dict(repetition_penalty=1.7),
+    dict(repetition_penalty=0.6),
+    dict(presence_penalty=0.8),
+    dict(frequency_penalty=-0.5),
+    dict(no_repeat_ngram_size=1),
+    dict(no_repeat_ngram_size=2),
+    dict(no_repeat_ngram_size=3),
+    dict(no_repeat_ngram_size=9),
+    dict(
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        no_repeat_ngram_size=2,
+        temperature=0.8,
+        top_k=7,
+        top_p=0.9,
+        min_p=0.1,
+        vocab_size=11,
+    ),
+]
+
+
+@pytest.mark.parametrize("options", PENALTIES, ids=str)
+def test_penalties_are_those_of_a_plain_formula_for_rows_of_any_length(options, monkeypatch):
+    V, width = 12, 14
+    random = np.random.default_rng(1)
+    settings = Sampling(**options)
+    number = 4
+    prompts = [random.integers(0, 6, size).tolist() for size in (1, 3, 10)]
+    news = [random.integers(0, 6, number).tolist() for _ in prompts]
+    logits_BV = (3 * random.normal(size=(len(prompts), V))).astype(np.float32)
+    rows_BH = np.full((len(prompts), width), sampling.NO_TOKEN, np.int32)
+    for row, prompt, new in zip(rows_BH, prompts, news, strict=True):
+        row[width - len(prompt) - number :] = [*prompt, *new]
+    monkeypatch.setattr(jax.random, "categorical", lambda key, logits: logits)
+    masked = np.asarray(settings.draw(logits_BV, number, rows_BH), np.float64)
+    found = np.exp(masked - masked.max(-1, keepdims=True))
+    found /= found.sum(-1, keepdims=True)
+    for logits, prompt, new, probs in zip(logits_BV, prompts, news, found, strict=True):
+        penalized = penalized_by_transformers(logits, prompt, new, settings)
+        expected = probabilities(
+            penalized,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            vocab_size=settings.vocab_size,
+            min_p=settings.min_p,
+        )
+        np.testing.assert_allclose(probs, expected, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="needs torch and transformers",
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_distributions_are_those_of_the_processors_of_transformers(seed, monkeypatch):
+    import torch
+    from transformers.generation import logits_process as hf
+
+    monkeypatch.setattr(jax.random, "categorical", lambda key, logits: logits)
+    random = np.random.default_rng(seed)
+    for _ in range(25):
+        V, size = int(random.integers(5, 60)), int(random.integers(1, 30))
+        tokens = random.integers(0, max(2, V // 3), (2, size))
+        logits_BV = (5 * random.normal(size=(2, V))).astype(np.float32)
+        if random.random() < 0.3:
+            logits_BV = np.round(logits_BV)  # with ties
+        settings = Sampling(
+            temperature=float(random.choice([0.3, 1.0, 2.5])),
+            top_k=int(random.choice([0, 1, 4, 70])),
+            top_p=float(random.choice([0.3, 0.95, 1.0])),
+            min_p=float(random.choice([0.0, 0.05, 0.5])),
+            repetition_penalty=float(random.choice([0.8, 1.0, 1.4])),
+            no_repeat_ngram_size=int(random.choice([0, 2, 3])),
+        )
+        ids, scores = torch.tensor(tokens), torch.tensor(logits_BV)
+        steps = []
+        if settings.repetition_penalty != 1:
+            steps.append(hf.RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
+        if settings.no_repeat_ngram_size:
+            steps.append(hf.NoRepeatNGramLogitsProcessor(settings.no_repeat_ngram_size))
+        steps.append(hf.TemperatureLogitsWarper(settings.temperature))
+        if settings.top_k:
+            steps.append(hf.TopKLogitsWarper(settings.top_k))
+        if settings.top_p < 1:
+            steps.append(hf.TopPLogitsWarper(settings.top_p))
+        if settings.min_p:
+            steps.append(hf.MinPLogitsWarper(settings.min_p))
+        for step in steps:
+            scores = step(ids, scores)
+        expected = torch.softmax(scores.double(), -1).numpy()
+        masked = settings.draw(logits_BV, 0, np.asarray(tokens, np.int32))
+        found = np.asarray(jax.nn.softmax(masked, axis=-1))
+        np.testing.assert_allclose(found, expected, atol=2e-5, err_msg=str(settings))
+
+
+def test_a_vocabulary_that_is_used_up_may_repeat():
+    rows = np.arange(4, dtype=np.int32)[None]
+    greedy = Sampling(temperature=0.0, no_repeat_ngram_size=1)
+    assert int(greedy.draw(LOGITS, 4, rows)[0]) == 0
+    assert int(greedy.draw(LOGITS, 4, rows[:, :3])[0]) == 3
+
+
+@pytest.mark.slow
+def test_penalties_see_the_prompt_and_each_new_token_on_every_mesh():
+    settings = Sampling(temperature=0.0, no_repeat_ngram_size=1)
+    program, params = build_program({})
+    rows = sampled_rows(program, params, length=8, sampling=settings)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        assert len({*prompt, *row}) == len({*prompt}) + len(row)
+    sharded = build_program({}, data=2, fsdp=2, tensor=2)
+    assert sampled_rows(*sharded, length=8, sampling=settings) == rows
+
+
+@pytest.mark.slow
+def test_calls_with_few_shapes_share_programs_and_generate_the_same():
+    program, params = build_program({})
+    options = dict(context=32, dtype="float32", sampling=GREEDY)
+    run = sampling.generator(program, params, **options, few_shapes=True)
+    exact = sampling.generator(program, params, **options)
+    for prompts in ([[5] * 9], [[1] * 12], [list(range(3)), list(range(13))], [list(range(40))]):
+        expected = list(exact(prompts, length=30))
+        assert list(run(prompts, length=30)) == expected
+
+
+def test_a_row_that_the_caller_ends_is_generated_no_further():
+    program, params = build_program({})
+    ended = set()
+    options = dict(context=64, dtype="float32", sampling=GREEDY)
+    steps = sampling.generator(program, params, **options)(PROMPTS, length=5, ended=ended)
+    rows = [next(steps)]
+    ended.update((0, 2))
+    rows.append(next(steps))
+    assert None not in rows[0]
+    assert rows[1][0] is None and rows[1][1] is not None and rows[1][2] is None
+    ended.add(1)
+    assert list(steps) == []
+
+
+# ---- invalid settings ----
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -307,6 +489,13 @@ def test_top_p_keeps_half_of_200_equally_likely_tokens():
         (dict(top_k=-1), "--top_k=-1"),
         (dict(top_p=0.0), "--top_p=0.0"),
         (dict(top_p=1.1), "--top_p=1.1"),
+        (dict(min_p=-0.1), "--min_p=-0.1"),
+        (dict(min_p=1.5), "--min_p=1.5"),
+        (dict(repetition_penalty=0.0), "--repetition_penalty=0.0"),
+        (dict(repetition_penalty=np.nan), "--repetition_penalty=nan"),
+        (dict(presence_penalty=np.inf), "--presence_penalty=inf"),
+        (dict(frequency_penalty=np.nan), "--frequency_penalty=nan"),
+        (dict(no_repeat_ngram_size=-1), "--no_repeat_ngram_size=-1"),
     ],
 )
 def test_invalid_sampling_options_are_rejected(options, message):
