@@ -11,7 +11,6 @@ lm-evaluation-harness, or your own in its format.
 """
 
 import argparse
-
 from pathlib import Path
 
 from meshtrain.cli.verbs import Verb

@@ -358,6 +358,9 @@ class OptimConfig:
         _raise(faults)
 
 
+TASK_PREFIX = "eval/"  # metrics.jsonl has the metrics of tasks as eval/TASK/METRIC
+
+
 @dataclass(frozen=True)
 class EvalConfig:
     every: int

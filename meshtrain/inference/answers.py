@@ -13,7 +13,6 @@ from meshtrain import foreign, storage
 from meshtrain.cluster import distributed
 from meshtrain.errors import ConfigError
 
-
 LINES_AT_ONCE = 64
 
 

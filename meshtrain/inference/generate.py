@@ -47,7 +47,7 @@ def run(
     `path` is the workdir of the run, or one of its checkpoints. `sampling_flags` are the values of
     `Sampling` that the user chose; the others, and a `length` of None, are those of the model's
     generation_config.json, or this project's. Each prompt is continued `num_return_sequences`
-    times, by `length` tokens. The model sees the last `context` tokens; None: see `longest_context`.
+    times, by `length` tokens. The model sees the last `context` tokens; None: `longest_context`.
     `stop` are tokens that end a text, as ids or texts, and other texts before which it ends; empty:
     the tokenizer's end of a document, and what the model's files list. `tokenizer_path` None is the
     run's tokenizer, `bos` None means as in the run's data. With `chat`, a prompt is a message to a

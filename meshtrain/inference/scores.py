@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, on any mesh: rows of few lengths, so that few programs compile.
+"""Log-probabilities of given tokens, on any mesh, in rows of few lengths: few programs compile.
 
 The model runs as in the evaluation of a training run, also in pipeline stages; only its head is
 another one.

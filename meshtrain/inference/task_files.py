@@ -59,26 +59,15 @@ def load(
     manager = TaskManager(include_path=paths, include_defaults=False)
     if not _has_all(names, manager.task_index):
         manager = TaskManager(include_path=paths)
-    index = manager.task_index
-    chosen = _chosen(names, index, include_paths)
+    chosen = _chosen(names, manager.task_index, include_paths)
     if not trust_code:
         faults = []
-        for file in _files_of(chosen, index).values():
+        for file in _files_of(chosen, manager.task_index).values():
             faults += _code_faults(file)
         if faults:
             raise ConfigError(*dict.fromkeys(faults))
-    loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     with sandbox(trust_code=trust_code):
-        for name in chosen:
-            try:
-                one = manager.load([name])
-            except ConfigError:
-                raise
-            except Exception as error:  # whatever the harness and `datasets` raise
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise ConfigError(f"--tasks={name}: cannot be loaded: {reason}") from error
-            for key, values in one.items():
-                loaded[key] |= values
+        loaded = _load(manager, chosen)
     for task in loaded["tasks"].values():
         _set_fewshot(task, num_fewshot)
     faults = []
@@ -89,6 +78,19 @@ def load(
             faults.append(f"--tasks={name}: has images or sounds, and the model reads text")
     if faults:
         raise ConfigError(*faults)
+    return loaded
+
+
+def _load(manager: Any, names: Sequence[str]) -> dict[str, Any]:
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in names:
+        try:
+            found = manager.load([name])
+        except Exception as error:  # whatever the harness and `datasets` raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"--tasks={name}: cannot be loaded: {reason}") from error
+        for key, values in found.items():
+            loaded[key] |= values
     return loaded
 
 
@@ -252,9 +254,8 @@ def _read_config(path: Path, functions: list[str], included_by: Sequence[Path]) 
             functions.append(f"{path}: line {node.start_mark.line + 1}: !{suffix} {text}")
         return text
 
-    # Any other tag is a fault in the harness too, or names code in another way.
+    # Tags of Python objects, which some loaders of YAML build, are a fault.
     Loader.add_multi_constructor("!", function)
-    Loader.add_multi_constructor("tag:yaml.org,2002:python/", function)
     try:
         with open(path, "rb") as file:
             config = yaml.load(file, Loader)

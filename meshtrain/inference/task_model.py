@@ -1,7 +1,7 @@
 """Answers the requests of tasks with a run's model, as lm-evaluation-harness defines them.
 
-The conventions are those of its own backend for transformers (`lm_eval.models.huggingface`, 0.4.13),
-so that a model has the same results there.
+The conventions are those of its own backend for transformers (`lm_eval.models.huggingface` of
+0.4.13), so that a model has the same results there.
 """
 
 import json
@@ -74,8 +74,8 @@ class TaskModel:
                 continue
             if len(after) > self.context:
                 raise ConfigError(
-                    f"--tasks: a text of {len(after)} tokens is to be scored at once, and the model "
-                    f"sees {self.context}; use --context={len(after)} or more"
+                    f"--tasks: an answer has {len(after)} tokens, and the model sees "
+                    f"{self.context}; use --context={len(after)} or more"
                 )
             *tokens, last = [*before, *after][-(self.context + 1) :]
             by_last = numbers_of.setdefault(tuple(tokens), {})

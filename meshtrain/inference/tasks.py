@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from meshtrain import console, foreign, state
 from meshtrain.checkpoint import find, run_tokenizer
 from meshtrain.config.build import RunParts, optimizer_builder
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import TASK_PREFIX, Config
 from meshtrain.data import chat_template
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.chat_template import ChatTemplate
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, minimum_faults
-from meshtrain.inference import generate, sampling, suite
+from meshtrain.inference import generate, generation_config, sampling, suite
 from meshtrain.inference.answers import Answers
 from meshtrain.inference.restore import restore_params
 from meshtrain.inference.sampling import Sampling
@@ -37,7 +37,6 @@ from meshtrain.program import Program, assemble
 from meshtrain.state import TrainState, evaluation_params
 
 MAX_TEXT_BYTES = 1 << 30  # of a file
-METRIC = "eval/{}/{}"  # name of a task's metric in metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,7 @@ class Reader:
     text: TaskText
     context: int
     stop: frozenset[int]
+    sampling: Mapping[str, float]  # what generation_config.json says
     template: Callable[[], ChatTemplate]  # raises ConfigError if there is none
 
 
@@ -176,6 +176,7 @@ def open_reader(
         text=TaskText(tokenizer, bos=bos),
         context=context,
         stop=frozenset(token for token in ends if token is not None),
+        sampling=generation_config.read(folders).sampling,
         template=template,
     )
 
@@ -229,7 +230,7 @@ class Evaluator:
             context=reader.context,
             batch=self._batch,
             stop=reader.stop,
-            sampling={},
+            sampling=reader.sampling,
             template=reader.template,
             answers=answers or Answers(),
             stop_requested=self._stop_requested,
@@ -341,9 +342,7 @@ def table(values: Sequence[Value]) -> list[str]:
     lines = []
     for task, metric, *numbers in rows:
         cells = [f"{task:{widths[0]}}", f"{metric:{widths[1]}}"]
-        cells += [
-            f"{number:>{width}}" for number, width in zip(numbers, widths[2:], strict=True)
-        ]
+        cells += [f"{number:>{width}}" for number, width in zip(numbers, widths[2:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     return lines
 
@@ -421,7 +420,7 @@ def make_task_metrics(
         metrics: dict[str, float | None] = {}
         for one in suite.values_of(found):
             value = one.value if math.isfinite(one.value) else None
-            metrics[METRIC.format(one.task, one.metric)] = value
+            metrics[f"{TASK_PREFIX}{one.task}/{one.metric}"] = value
         return metrics
 
     return evaluate
