@@ -213,13 +213,16 @@ class Evaluator:
         @functools.cache
         def generator(given: Sampling) -> sampling.Generate:
             program, placed = self._without_stages(params)
+            if reader.tokenizer.kind != "huggingface":
+                # The embedding may have more rows than the tokenizer has tokens. As in transformers
+                # a tokenizer.json reads these as no text.
+                given = dataclasses.replace(given, vocab_size=reader.tokenizer.vocab_size)
             return sampling.generator(
                 program,
                 placed,
                 context=reader.context,
                 dtype=self._cfg.train.dtype,
-                # The embedding may have more rows than the tokenizer has tokens.
-                sampling=dataclasses.replace(given, vocab_size=reader.tokenizer.vocab_size),
+                sampling=given,
                 few_shapes=True,
             )
 

@@ -40,7 +40,6 @@ class Plain:
         self.bos = self.encoder.token_to_id("<s>")
         model = build_model(parse(folders.config))
         self.logits = jax.jit(functools.partial(hf.logits, model, folders.params))
-        self.size = self.encoder.get_vocab_size()
 
     def encode(self, text, special=True):
         special = special and not text.startswith("<s>")
@@ -84,7 +83,7 @@ class Plain:
         ids = self.encode(text)[-(self.context - length) :]
         new = []
         while len(new) < length:
-            new.append(int(self.logits_of([*ids, *new])[-1][: self.size].argmax()))
+            new.append(int(self.logits_of([*ids, *new])[-1].argmax()))
             if new[-1] == self.encoder.token_to_id("<|endoftext|>"):
                 break
         written = self.encoder.decode(new)
