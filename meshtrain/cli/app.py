@@ -321,7 +321,7 @@ def _add_common_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--trust_code",
         action="store_true",
-        help="run functions outside meshtrain that a config.json or a YAML file names",
+        help="run functions outside meshtrain that a config.json, a YAML file or a task names",
     )
     environment.add_flags(flags)
 

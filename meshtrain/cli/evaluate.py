@@ -38,9 +38,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--stride",
         type=int,
         metavar="N",
-        help="tokens from the beginning of a window to that of the next: windows overlap, and each "
-        "token counts once, with as much context as possible (default: eval.stride; of files the "
-        "length of a window)",
+        help="tokens between the beginnings of two windows: they overlap, and each token counts once, "
+        "with as much context as possible (default: eval.stride; of files the length of a window)",
     )
     flags.add_argument(
         "--tasks",

@@ -340,7 +340,7 @@ def get_config() -> ConfigDict:
     evaluation.every = 0  # steps between evaluations; 0: only at the end
     # batches per evaluation, global_batch held-out sequences each; 0: no evaluation
     evaluation.batches = 8
-    # tokens from the beginning of a held-out window to that of the next, fewer than data.seq_len:
+    # tokens between the beginnings of two held-out windows, fewer than data.seq_len:
     # windows overlap, each token counts once, also in the last partial window; 0: windows do not
     # overlap, and the last partial one does not count
     evaluation.stride = 0
