@@ -159,8 +159,8 @@ def _language_model(model: TaskModel) -> Any:
         tokenizer_name = ""
 
         @property
-        def eot_token_id(self) -> int | None:
-            return text.end
+        def eot_token_id(self) -> int:
+            return text.prefix if text.end is None else text.end
 
         @property
         def prefix_token_id(self) -> int:
