@@ -471,13 +471,14 @@ def training(folders, tmp_path, **evaluation):
 
 
 def test_a_run_evaluates_tasks(folders, tmp_path, capsys):
-    c = training(folders, tmp_path, tasks_every=2, tasks_limit=5.0)
+    c = training(folders, tmp_path, every=1, batches=1, tasks_every=2, tasks_limit=5.0)
     rows = []
     train(c, workdir=tmp_path / "run", on_metrics=rows.append)
     out = capsys.readouterr().out
     names = {"eval/choice/acc", "eval/choice/acc_norm", "eval/writing/exact_match"}
     evaluated = {row["step"]: row for row in rows if names & row.keys()}
     assert [*evaluated] == [2, 4]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [1, 2, 3, 4]
     assert all(names <= row.keys() for row in evaluated.values())
     written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written] == json.loads(json.dumps(rows))
