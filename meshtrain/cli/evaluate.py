@@ -38,8 +38,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--stride",
         type=int,
         metavar="N",
-        help="tokens between the beginnings of two windows: they overlap, and each token counts once, "
-        "with as much context as possible (default: eval.stride; of files the length of a window)",
+        help="tokens between the beginnings of two windows: they overlap, and each token counts "
+        "once, with as much context as possible (default: eval.stride; of files the length of a "
+        "window)",
     )
     flags.add_argument(
         "--tasks",

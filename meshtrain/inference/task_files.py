@@ -10,7 +10,8 @@ import contextlib
 import fnmatch
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,12 +55,19 @@ def load(
     for path in include_paths:
         if not path.is_dir():
             raise ConfigError(f"--include_path={path}: is no folder; give one with YAML files")
-    paths = [str(path) for path in include_paths]
-    # Those of the harness are 15,000 files, which take seconds to read.
-    manager = TaskManager(include_path=paths, include_defaults=False)
-    if not _has_all(names, manager.task_index):
-        manager = TaskManager(include_path=paths)
-    chosen = _chosen(names, manager.task_index, include_paths)
+    own_folders = [str(path) for path in include_paths]
+    manager = TaskManager(include_path=own_folders, include_defaults=False)
+    if missing := _missing(names, manager.task_index):
+        # The harness has 15,000 files, which it takes many seconds to read.
+        folders = _harness_folders()
+        known = {*folders, *manager.task_index}
+        _check_names(names, known, include_paths)
+        found = {folder for name in missing for folder in _folders_with(name, folders)}
+        manager = TaskManager(include_path=[*sorted(found), *own_folders], include_defaults=False)
+        if _missing(names, manager.task_index):  # a group of tasks in further folders
+            manager = TaskManager(include_path=own_folders)
+    _check_names(names, manager.task_index, include_paths)
+    chosen = _chosen(names, manager.task_index)
     if not trust_code:
         faults = []
         for file in _files_of(chosen, manager.task_index).values():
@@ -134,10 +142,11 @@ def _is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()
 
 
-def _has_all(names: Sequence[str], index: Mapping[str, Any]) -> bool:
-    """Returns whether the index has these names, and all that their groups name."""
+def _missing(names: Sequence[str], index: Mapping[str, Any]) -> list[str]:
+    """Returns the names that the index does not have, of those given and of what groups name."""
     pending = list(names)
-    seen = set()
+    seen: set[str] = set()
+    missing = []
     while pending:
         name = pending.pop()
         if name in seen:
@@ -147,28 +156,71 @@ def _has_all(names: Sequence[str], index: Mapping[str, Any]) -> bool:
             pending += _member_names(index[name])
         elif _is_file(name):
             pending += _members(_read(Path(name).expanduser()).config)
-        else:
-            return False
-    return True
+        elif not fnmatch.filter(index, name):
+            missing.append(name)
+    return missing
 
 
-def _chosen(
-    names: Sequence[str], index: Mapping[str, Any], include_paths: Sequence[Path]
-) -> list[str]:
-    """Returns the names without patterns; raises ConfigError for those that are unknown."""
-    chosen, faults = [], []
+# Where a file of the harness may name a task, a group or a tag; also where it names something else.
+KEY_LINE = re.compile(rb"""^["']?(?:task|group|tag)["']?[ ]*:(.*)$""", re.MULTILINE)
+LIST_ITEM = re.compile(rb"^[ ]*-[ ]+(.*)$", re.MULTILINE)
+NAME = re.compile(rb"""[^\s"',:#\[\]]+""")
+
+
+def _harness_folders() -> dict[str, set[str]]:
+    """Returns the folders of the harness whose files may define a task, a group or a tag, by name.
+
+    The files are searched, not parsed, which would take many times as long.
+    """
+    import lm_eval.tasks
+
+    root = Path(lm_eval.tasks.__file__).parent
+    defined: dict[str, set[str]] = {}
+    listed: dict[str, set[str]] = {}
+    for folder in sorted(root.iterdir()):
+        if not folder.is_dir():
+            continue
+        for parent, _, files in os.walk(folder):
+            for file in files:
+                # Included files often have no extension.
+                if os.path.splitext(file)[1] not in ("", ".yaml", ".yml"):
+                    continue
+                content = Path(parent, file).read_bytes()
+                for pattern, found in ((KEY_LINE, defined), (LIST_ITEM, listed)):
+                    for line in pattern.findall(content):
+                        for name in NAME.findall(line):
+                            names = found.setdefault(name.decode(errors="replace"), set())
+                            names.add(str(folder))
+    return listed | defined
+
+
+def _folders_with(name: str, folders: Mapping[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    for match in [name] if name in folders else fnmatch.filter(folders, name):
+        found |= folders[match]
+    return found
+
+
+def _check_names(
+    names: Sequence[str], known: Collection[str], include_paths: Sequence[Path]
+) -> None:
+    """Raises ConfigError for names that are neither known, nor patterns of them, nor files."""
+    faults = []
     for name in names:
-        matching = fnmatch.filter(sorted(index), name)
-        if matching:
-            chosen += matching
-        elif _is_file(name):
-            chosen.append(name)
-        else:
-            fault = f"--tasks={name}: is no task{did_you_mean(name, list(index))}"
-            faults.append(f"{fault}; use one of lm-evaluation-harness, or --include_path=DIR")
+        if name in known or _is_file(name) or fnmatch.filter(known, name):
+            continue
+        fault = f"--tasks={name}: is no task{did_you_mean(name, list(known))}"
+        faults.append(f"{fault}; use one of lm-evaluation-harness, or --include_path=DIR")
     if faults:
         # The harness skips files that it cannot read.
         raise ConfigError(*faults, *_unreadable(include_paths))
+
+
+def _chosen(names: Sequence[str], index: Mapping[str, Any]) -> list[str]:
+    """Returns the names without patterns."""
+    chosen = []
+    for name in names:
+        chosen += fnmatch.filter(sorted(index), name) or [name]
     return list(dict.fromkeys(chosen))
 
 

@@ -314,7 +314,7 @@ def faulty_tasks(folder):
     lib.write_task(folder, "function", choice, "process_docs: !function code.process\n")
     lib.write_task(folder, "includes", {"include": "function.yaml"})
     lib.write_task(folder, "system", choice, "process_docs: !function os.system\n")
-    lib.write_task(folder, "name", choice, "process_docs: !!python/name:os.system\n")
+    lib.write_task(folder, "python_name", choice, "process_docs: !!python/name:os.system\n")
     (folder / "class.yaml").write_text("task: class\nclass: !function code.process\n")
     metric = [{"metric": "code", "aggregation": "mean", "higher_is_better": True}]
     lib.write_task(folder, "metric", {**choice, "metric_list": metric})
@@ -341,7 +341,7 @@ CODE = {
     "function": "function.yaml: line 3: !function code.process: is code; read the code, then add",
     "includes": "function.yaml: line 3: !function code.process: is code",
     "system": "system.yaml: line 3: !function os.system: is code",
-    "name": "name.yaml: cannot be read as YAML: could not determine a constructor",
+    "python_name": "python_name.yaml: cannot be read as YAML: could not determine a constructor",
     "class": "class.yaml: line 2: !function code.process: is code",
     "metric": "metric.yaml: metric code is none of the harness",
     "evaluated": "evaluated.yaml: metric exact_match is none of the harness",
