@@ -20,6 +20,7 @@ from meshtrain.data import map_dataset
 from meshtrain.data.loader import peek, rows_of_epoch
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import EXIT_PREEMPTED
+from meshtrain.huggingface import peft_reader
 from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import cell, summary
 from meshtrain.monitor.writer import finite
@@ -121,6 +122,7 @@ def _resolve(
         if not is_per_process:
             num_rows = rows_of_epoch(data, batch)
         cfg = cfg.of_own_data(seq_len=batch.tokens.shape[1] if isinstance(batch, Batch) else None)
+    cfg = peft_reader.with_settings(cfg)
     if cfg.mesh.auto:
         # Loaded when it is used: training starts without the planner.
         from meshtrain.tools.plan import auto

@@ -76,11 +76,12 @@ def run(args: argparse.Namespace) -> int:
         # config.json comes first: an unsupported model is rejected before its weights are fetched.
         args.source = hub.download(name, ["config.json"], required="config.json", advised=hub.MODEL)
     from meshtrain.huggingface import convert, weights
+    from meshtrain.inference import chat
 
     if args.download:
         weights.model_section(args.source)
         args.source = hub.download(name, hub.MODEL, required="model*.safetensors")
-    return convert.run(args)
+    return convert.run(args, ends_of_replies=chat.ends_of_replies)
 
 
 def _check_flags(args: argparse.Namespace) -> None:

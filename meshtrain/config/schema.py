@@ -151,6 +151,17 @@ class AdapterConfig:
     alpha: float = 16.0
     targets: tuple = ("layers/*",)
     dropout: float = 0.0
+    rslora: bool = False
+    experts: bool = False
+    init_from: str = ""
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor of A B: alpha / rank (arXiv 2106.09685), or alpha / sqrt(rank).
+
+        The latter is rsLoRA (arXiv 2312.03732).
+        """
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 # From the slowest links to the fastest: neighbours along `tensor` exchange the most data.

@@ -331,10 +331,18 @@ def get_config() -> ConfigDict:
     config.adapter = adapter = Section()
     adapter.rank = 0  # rank of the update A B of the kernels of linear layers; 0: no adapter
     adapter.alpha = 16.0  # the update is multiplied by alpha / rank
+    # whether it is multiplied by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)
+    adapter.rslora = False
     # patterns of the linear layers that get an update, such as ("layers/attention/query",
     # "layers/attention/value")
     adapter.targets = ("layers/*",)
+    # whether the kernels of routed experts that adapter.targets match get an update too, one for
+    # each expert
+    adapter.experts = False
     adapter.dropout = 0.0  # probability of dropout of the input of A, in training only
+    # folder of an adapter in the layout of PEFT, with which a new run begins; with adapter.rank=0
+    # also rank, alpha, rslora, dropout, targets and experts are those of the folder; "": none
+    adapter.init_from = ""
 
     config.eval = evaluation = Section()
     evaluation.every = 0  # steps between evaluations; 0: only at the end

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain import console, foreign
+from meshtrain import console, foreign, object_store
 from meshtrain.checkpoint import arrays, find, manifest, run_tokenizer
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.cluster import distributed, runtime
@@ -26,9 +26,8 @@ from meshtrain.config.bind import bind
 from meshtrain.config.build import resolve
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, files, peft, text_files, weights
+from meshtrain.huggingface import config_json, files, peft, start, text_files, weights
 from meshtrain.huggingface.families.base import BUILD, Section
-from meshtrain.inference import chat
 from meshtrain.models.base import ROUTER_BIAS, STATS_KEY, Model, Params, is_measured
 from meshtrain.models.lora_layer import adapted_layers
 from meshtrain.parallel import sharding
@@ -36,8 +35,13 @@ from meshtrain.parallel.mesh import make_mesh
 from meshtrain.state import TrainState, bytes_of, count
 
 
-def run(args: argparse.Namespace) -> int:
-    """Converts a folder; returns the exit code."""
+def run(
+    args: argparse.Namespace, *, ends_of_replies: Callable[[tokenizer.Tokenizer], list[int]]
+) -> int:
+    """Converts a folder; returns the exit code.
+
+    `ends_of_replies` returns the tokens that end a reply of a chat model.
+    """
     source = args.source.resolve()
     target = args.target.absolute()
     is_export = (source / find.FOLDER).is_dir() or (source / manifest.NAME).is_file()
@@ -55,8 +59,10 @@ def run(args: argparse.Namespace) -> int:
     if is_export and distributed.num_processes() > 1:
         raise ConfigError(f"{args.source}: an export runs in one process; start only one")
     try:
-        convert = export_folder if is_export else import_folder
-        summary = convert(source, target, args)
+        if is_export:
+            summary = export_folder(source, target, args, ends_of_replies)
+        else:
+            summary = import_folder(source, target, args)
     except OSError as error:
         raise ConfigError(f"{error.filename or args.target}: {error.strerror or error}") from error
     except ValueError as error:
@@ -75,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 ORIGINAL = run_tokenizer.HUGGINGFACE_CONFIG
 
+BASE = "base"  # in Manifest.identity of an import: the model's name
+
 # In a workdir: the dtypes of the tensors that the run stores in another one.
 DTYPES = "huggingface_dtypes.json"
 
@@ -91,7 +99,7 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     trained_dtypes = [
         dtype for name, dtype in dtypes.items() if not name.endswith(weights.ROUTER_BIAS)
     ]
-    dtype = stored_dtype(args.dtype, trained_dtypes)
+    dtype = start.stored_dtype(trained_dtypes, args.dtype)
     config = run_config(args.config, section, dtype)
     mesh = make_mesh(fsdp=-1)
     abstract = abstract_params(model_of(section), dtype, config["rules"], mesh)
@@ -138,42 +146,19 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
                 time=time.time(),
                 metrics={},
                 loss_statistics={},
-                identity={"tokenizer": tokenizer.digest_of(source)},
+                identity={"tokenizer": tokenizer.digest_of(source), BASE: start.name_of(source)},
             )
     left_out = weights.num_left_out(source)
     without = f", without {left_out} tensors of layers for further tokens" if left_out else ""
     return f"step 0, a {weights.family_in(source).architecture} in {dtype}{without}"
 
 
-def stored_dtype(flag: str | None, dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Returns the dtype of an imported run's parameters.
-
-    It is the smallest that represents every tensor exactly, unless --dtype, `flag`, is given.
-    """
-    if flag == "float16":
-        raise ConfigError(
-            "--dtype=float16: a run stores parameters in float32 or bfloat16; use one of them"
-        )
-    if flag:
-        return np.dtype(flag)
-    distinct = {*dtypes}
-    if np.dtype(np.float64) in distinct:
-        raise ConfigError("--dtype: some tensors are float64; set --dtype=float32 to round them")
-    dtype = np.dtype(jnp.result_type(*distinct) if distinct else np.float32)
-    return np.dtype(np.float32) if dtype == np.float16 else dtype
-
-
 def run_config(path: str, section: Section, dtype: np.dtype) -> dict[str, Any]:
     """Returns the config in a file, with another `model` section and the keys that depend on it."""
-    config = configfile.load_config(path).to_dict()
-    config["model"] = section
-    config["train"]["param_dtype"] = dtype.name
-    config["optim"]["moment_dtype"] = dtype.name
-    if "vocab_size" in config["data"]:
-        config["data"]["vocab_size"] = section["vocab_size"]
-    if config["data"].get("seq_len", 0) > section["max_seq_len"]:
-        config["data"]["seq_len"] = section["max_seq_len"]
-    return config
+    config = configfile.load_config(path)
+    start.set_section(config, section)
+    start.set_dtype(config, dtype)
+    return config.to_dict()
 
 
 # ---- checkpoint to Hugging Face folder ----
@@ -181,20 +166,29 @@ def run_config(path: str, section: Section, dtype: np.dtype) -> dict[str, Any]:
 PREFIX = "params/"  # of parameter paths in a checkpoint
 
 
-def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
+def export_folder(
+    source: Path,
+    target: Path,
+    args: argparse.Namespace,
+    ends_of_replies: Callable[[tokenizer.Tokenizer], list[int]],
+) -> str:
     """Converts a checkpoint to a Hugging Face folder, one parameter at a time.
 
     Returns a summary.
     """
 
     def export(directory: Path, saved: manifest.Manifest) -> str:
-        return _export_checkpoint(directory, saved, target, args)
+        return _export_checkpoint(directory, saved, target, args, ends_of_replies)
 
     return find.read_valid(source, export, log=functools.partial(console.say, stream="stderr"))
 
 
 def _export_checkpoint(
-    directory: Path, saved: manifest.Manifest, target: Path, args: argparse.Namespace
+    directory: Path,
+    saved: manifest.Manifest,
+    target: Path,
+    args: argparse.Namespace,
+    ends_of_replies: Callable[[tokenizer.Tokenizer], list[int]],
 ) -> str:
     """Converts a checkpoint to a Hugging Face folder and returns a summary."""
     workdir = find.workdir_of(directory)
@@ -208,7 +202,7 @@ def _export_checkpoint(
         raise ConfigError(f"{directory}: the config in its manifest lacks {error!r}") from error
 
     # A run that began with an imported one has its config.json in the folder of that one.
-    original_file = run_tokenizer.imported_config(folders)
+    original_file = run_tokenizer.imported_config(workdir, saved.config)
     original = config_json.read(original_file) if original_file else None
     config = config_json.to_config(section, original)
     family = config_json.family_of(config)
@@ -243,6 +237,7 @@ def _export_checkpoint(
                 layers=layers,
                 adapter=adapter,
                 dtype=dtype,
+                base_model=base_model_of(saved.config),
             )
         trainable = saved.config.get("train", {}).get("trainable", "*")
         without = "" if trainable == "*" else f", without what train.trainable={trainable} trained"
@@ -259,7 +254,7 @@ def _export_checkpoint(
         folders,
         saved.config,
         is_imported=saved.step == 0 and (workdir / ORIGINAL).is_file(),
-        ends_of_replies=chat.ends_of_replies,
+        ends_of_replies=ends_of_replies,
     )
     for note in text.notes:
         console.say(note, stream="stderr")
@@ -279,6 +274,23 @@ def _export_checkpoint(
         )
     written = "the imported dtypes" if dtypes else dtype
     return f"step {saved.step}, a {config['architectures'][0]} in {written}"
+
+
+def base_model_of(config: Mapping[str, Any]) -> str | None:
+    """Returns the Hugging Face model whose parameters a run began with; None if it is unknown.
+
+    `config` is that of the run. A run that began with an imported one has the name of that.
+    """
+    init_from = config.get("checkpoint", {}).get("init_from") or ""
+    if folder := start.folder_of(init_from):
+        return start.name_of(folder)
+    if not init_from or object_store.is_url(init_from):
+        return None
+    try:
+        _, saved = find.find_valid(Path(init_from), log=lambda line: None, verify=manifest.check)
+    except ConfigError:
+        return None
+    return saved.identity.get(BASE) if saved.step == 0 else None
 
 
 def _with_trained_length(section: Section, data: Mapping[str, Any]) -> Section:

@@ -48,7 +48,7 @@ def run(
     """
     workdir = find.workdir_of(path)
     folders = run_tokenizer.folders(workdir, cfg.to_dict())
-    is_imported = run_tokenizer.imported_config(folders) is not None
+    is_imported = run_tokenizer.imported_config(workdir, cfg.to_dict()) is not None
     own_context = _own_context(cfg, is_imported=is_imported)
     context = _check_lengths(cfg, length, own_context if context is None else context)
     tokenizer = _load_tokenizer(tokenizer_path, folders, workdir, cfg)
