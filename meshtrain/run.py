@@ -23,7 +23,7 @@ from meshtrain.config.build import RunParts, build, with_steps
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Phase, Source, Timeline
-from meshtrain.huggingface import peft_reader, start
+from meshtrain.huggingface import convert, peft_reader, start
 from meshtrain.models.base import Model, Params
 from meshtrain.monitor import capacity, health, heldout, memory, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
@@ -106,7 +106,8 @@ def open_run(
     """
     # ---- check and build, on all processes or on none; no computation, no file is touched ----
     with distributed.raise_on_all_processes():
-        checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
+        faults = [*sinks.sink_faults(cfg, workdir), *convert.export_faults(cfg, workdir)]
+        checks.check_place(workdir, cfg, faults)
         with console.progress("opening model and data", 0, stream="stdout"):
             parts = build(cfg, model=model, data=data)
         given_cfg = cfg

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -163,6 +164,9 @@ def _train(run: Run, state: TrainState) -> Result:
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
     if run.saver and not run.waits_for_rollback():
         run.saver.finish(step, state, **run.manifest_fields(evaluation))
+        if is_finished:
+            # An export has no time limit, so the phase begins again and again.
+            run.saver.export_last(while_waiting=functools.partial(clock.enter, "save"))
     # After the save, which an error of the user's on_metrics must not prevent.
     if evaluation:
         writer.final_evaluation(step, evaluation)

@@ -239,6 +239,7 @@ ADDED_SECTIONS = ("context", "expert", "sync", "adapter", "monitor")
 ADDED_KEYS = {
     "train": ("epochs", "batch_per_device", "kernels", "trainable"),
     "data": ("per_process",),
+    "checkpoint": ("export", "export_every"),
     "adapter": ("dropout", "rslora", "experts", "init_from"),
 }
 

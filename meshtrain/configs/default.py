@@ -365,12 +365,17 @@ def get_config() -> ConfigDict:
     # keys, separated by commas, that may change when a run resumes although they define the model,
     # the data or the tokenizer, such as "model.rope_theta,data,tokenizer"
     checkpoint.allow_change = ""
-    # workdir of another run, or one of its checkpoints, from which a new run takes its parameters;
-    # "": none
+    # workdir of another run, one of its checkpoints, or a Hugging Face folder, from which a new run
+    # takes its parameters; "": none
     checkpoint.init_from = ""
     # patterns, separated by commas, of the parameters to take from init_from, such as
     # "layers/*,tokens/*"; all others are initialized
     checkpoint.init_only = "*"
+    # format in which the run also writes its model to WORKDIR/model/STEP, in the background: "hf",
+    # a Hugging Face folder; "": none. At the end of the run, and after every export_every steps
+    checkpoint.export = ""
+    # steps between exports, each of which needs a checkpoint and saves one; 0: only at the end
+    checkpoint.export_every = 0
 
     config.divergence = divergence = Section()
     # limit of consecutive steps whose loss or gradient is not finite: each is skipped, and at the

@@ -17,16 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain import console, foreign, object_store
+from meshtrain import console, foreign, object_store, storage
 from meshtrain.checkpoint import arrays, find, manifest, run_tokenizer
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.cluster import distributed, runtime
 from meshtrain.config import load as configfile
 from meshtrain.config.bind import bind
 from meshtrain.config.build import resolve
+from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, files, peft, start, text_files, weights
+from meshtrain.huggingface import config_json, files, model_card, peft, start, text_files, weights
 from meshtrain.huggingface.families.base import BUILD, Section
 from meshtrain.models.base import ROUTER_BIAS, STATS_KEY, Model, Params, is_measured
 from meshtrain.models.lora_layer import adapted_layers
@@ -180,7 +181,14 @@ def export_folder(
     def export(directory: Path, saved: manifest.Manifest) -> str:
         return _export_checkpoint(directory, saved, target, args, ends_of_replies)
 
-    return find.read_valid(source, export, log=functools.partial(console.say, stream="stderr"))
+    # One checkpoint has no older one in its place: what is read of it is verified while it is read.
+    is_named = (source / manifest.NAME).is_file()
+    return find.read_valid(
+        source,
+        export,
+        log=functools.partial(console.say, stream="stderr"),
+        verify=manifest.check if is_named else manifest.verify,
+    )
 
 
 def _export_checkpoint(
@@ -215,8 +223,8 @@ def _export_checkpoint(
     run_dtype = jnp.result_type(*saved_dtypes)
     dtype = np.dtype(args.dtype or run_dtype)
     # Trained parameters keep the dtype of the run, imported ones get back their own.
-    is_import = saved.step == 0 and not args.dtype
-    dtypes = original_dtypes(workdir) if is_import else {}
+    keeps_dtypes = saved.step == 0 and not args.dtype
+    dtypes = original_dtypes(workdir) if keeps_dtypes else {}
     if not dtypes:
         config |= {"dtype": dtype.name, "torch_dtype": dtype.name}
 
@@ -224,7 +232,9 @@ def _export_checkpoint(
     abstract = abstract_params(model, run_dtype, rules, mesh)
     check_free_space(target, count(abstract) * dtype.itemsize)
     with_adapter = peft.adapted(model, adapter)
-    load = _loader(directory, saved, abstract_params(with_adapter, run_dtype, rules, mesh))
+    load_shapes = abstract_params(with_adapter, run_dtype, rules, mesh)
+    load = _loader(directory, saved, load_shapes)
+    base_model = base_model_of(saved.config)
     layers = adapted_layers(arrays.saved_params(saved.arrays))
     if args.adapter:
         with atomic_folder(target) as folder:
@@ -237,7 +247,16 @@ def _export_checkpoint(
                 layers=layers,
                 adapter=adapter,
                 dtype=dtype,
-                base_model=base_model_of(saved.config),
+                base_model=base_model,
+            )
+            model_card.write(
+                folder,
+                saved,
+                architecture=family.architecture,
+                num_params=count(load_shapes) - count(abstract),
+                dtype=dtype.name,
+                base_model=base_model,
+                is_adapter=True,
             )
         trainable = saved.config.get("train", {}).get("trainable", "*")
         without = "" if trainable == "*" else f", without what train.trainable={trainable} trained"
@@ -250,18 +269,17 @@ def _export_checkpoint(
             f"{directory}: {ROUTER_BIAS} is not 0 (model.balance={section['balance']!r}), and "
             f"{family.architecture} has no such bias; train with another model.balance to export"
         )
+    is_import = saved.step == 0 and (workdir / ORIGINAL).is_file()
     text = text_files.find(
         folders,
         saved.config,
-        is_imported=saved.step == 0 and (workdir / ORIGINAL).is_file(),
+        is_imported=is_import,
         ends_of_replies=ends_of_replies,
     )
     for note in text.notes:
         console.say(note, stream="stderr")
     config = text_files.with_token_ids(config, text, original_file)
     with atomic_folder(target) as folder:
-        text_files.write(folder, text)
-        write_json(folder / config_json.NAME, config)
         weights.write(
             folder,
             family,
@@ -272,6 +290,19 @@ def _export_checkpoint(
             dtypes=dtypes,
             shard_bytes=round(args.max_shard_gb * 1e9),
         )
+        text_files.write(folder, text)
+        if not is_import:
+            model_card.write(
+                folder,
+                saved,
+                architecture=config["architectures"][0],
+                num_params=count(abstract),
+                dtype=dtype.name,
+                base_model=base_model,
+                is_adapter=False,
+            )
+        # Last: a folder without it is no model, whatever else is in it.
+        write_json(folder / config_json.NAME, config)
     written = "the imported dtypes" if dtypes else dtype
     return f"step {saved.step}, a {config['architectures'][0]} in {written}"
 
@@ -291,6 +322,35 @@ def base_model_of(config: Mapping[str, Any]) -> str | None:
     except ConfigError:
         return None
     return saved.identity.get(BASE) if saved.step == 0 else None
+
+
+def export_faults(cfg: Config, workdir: str | Path | None) -> list[str]:
+    """Returns why a run cannot export its model while it trains (`checkpoint.export`)."""
+    key = f"checkpoint.export={cfg.checkpoint.export}"
+    if not cfg.checkpoint.export:
+        return []
+    if not workdir:
+        return [f"{key}: is written to WORKDIR/model; add --workdir=DIR, or leave it out"]
+    if object_store.is_url(workdir):
+        return [
+            f"{key}: is written to a disk, and --workdir={workdir} is an object store; use a "
+            f"folder, or leave it out"
+        ]
+    section: Section = {**cfg.model.options, "build": cfg.model.build}
+    try:
+        model_of(section)
+        original = run_tokenizer.imported_config(Path(workdir), cfg.to_dict())
+        config = config_json.to_config(section, config_json.read(original) if original else None)
+        family = config_json.family_of(config)
+    except ConfigError as error:
+        return [f"{key}: {fault}" for fault in error.faults]
+    if section.get("num_experts") and section.get("balance") == "bias":
+        if ROUTER_BIAS not in family.names:
+            return [
+                f"{key}: {family.architecture} has no bias in the choice of experts; use another "
+                f"model.balance than 'bias'"
+            ]
+    return []
 
 
 def _with_trained_length(section: Section, data: Mapping[str, Any]) -> Section:
@@ -391,7 +451,11 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield folder
         distributed.barrier("folder filled")
         if is_first:
+            # Otherwise a power loss may keep the rename, and not what the files hold.
+            for path in (*folder.iterdir(), folder):
+                storage.sync(path)
             os.rename(folder, target)
+            storage.sync(target.parent)
     except BaseException:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)
