@@ -179,7 +179,7 @@ def _read_config(
     args, overrides = flags.parse_known_args(argv)
     config, faults = None, []
     if args.config is not None:
-        path, change = _source_of_config(args.config)
+        path, change = source_of_config(args.config)
         config, faults = load.read(
             path,
             overrides,
@@ -238,7 +238,7 @@ def _read_config(
     return args, cfg
 
 
-def _source_of_config(path: str) -> tuple[str, Callable[[Any], None]]:
+def source_of_config(path: str) -> tuple[str, Callable[[Any], None]]:
     """Returns what --config names as a file to read, and the change of its config.
 
     A Hugging Face folder stands for the default config with its model and its parameters.

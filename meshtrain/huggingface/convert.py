@@ -26,8 +26,17 @@ from meshtrain.config.bind import bind
 from meshtrain.config.build import resolve
 from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer
-from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, files, model_card, peft, start, text_files, weights
+from meshtrain.errors import ConfigError, import_optional
+from meshtrain.huggingface import (
+    config_json,
+    files,
+    gguf_file,
+    model_card,
+    peft,
+    start,
+    text_files,
+    weights,
+)
 from meshtrain.huggingface.families.base import BUILD, Section
 from meshtrain.models.base import ROUTER_BIAS, STATS_KEY, Model, Params, is_measured
 from meshtrain.models.lora_layer import adapted_layers
@@ -53,14 +62,16 @@ def run(
         )
     if target.parent.resolve().is_relative_to(source):
         raise ConfigError(f"{args.target}: is inside {args.source}; use a TARGET outside of it")
-    if is_export:
+    if is_export or target.suffix == gguf_file.SUFFIX:
         jax.config.update("jax_platforms", "cpu")  # an export computes nothing
     runtime.start(args)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also logs what it raises
     if is_export and distributed.num_processes() > 1:
         raise ConfigError(f"{args.source}: an export runs in one process; start only one")
     try:
-        if is_export:
+        if target.suffix == gguf_file.SUFFIX:
+            summary = export_gguf(source, target, args, ends_of_replies, is_run=is_export)
+        elif is_export:
             summary = export_folder(source, target, args, ends_of_replies)
         else:
             summary = import_folder(source, target, args)
@@ -189,6 +200,30 @@ def export_folder(
         log=functools.partial(console.say, stream="stderr"),
         verify=manifest.check if is_named else manifest.verify,
     )
+
+
+def export_gguf(
+    source: Path,
+    target: Path,
+    args: argparse.Namespace,
+    ends_of_replies: Callable[[tokenizer.Tokenizer], list[int]],
+    *,
+    is_run: bool,
+) -> str:
+    """Converts a checkpoint or a Hugging Face folder to a GGUF file. Returns a summary."""
+    if args.adapter:
+        raise ConfigError("--adapter: a GGUF file has merged weights; leave out --adapter")
+    import_optional("gguf", "gguf")
+    if not is_run:
+        return gguf_file.write(source, target, dtype=args.dtype)
+    # By way of a Hugging Face folder, which takes disk space and no memory.
+    folder = target.with_name(f"{target.name}.folder")
+    shutil.rmtree(folder, ignore_errors=True)  # a conversion that was killed may have left one
+    try:
+        summary = export_folder(source, folder, args, ends_of_replies)
+        return f"{summary}: {gguf_file.write(folder, target, dtype=args.dtype)}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _export_checkpoint(

@@ -57,7 +57,7 @@ def with_settings(cfg: Config) -> Config:
             f"{INIT_FROM}={own.init_from}: belongs to a model; set checkpoint.init_from to its "
             f"Hugging Face folder, or to a run"
         )
-    found = _read_for(cfg)
+    found = found_for(cfg)
     if not own.rank:
         return replace(cfg, adapter=replace(found.settings, init_from=own.init_from))
     if own.rank != found.settings.rank:
@@ -76,7 +76,7 @@ def load_params(
     All processes call it. Logs what is loaded, and which modules of the same layers have no update.
     """
     with distributed.raise_on_all_processes():
-        found = _read_for(cfg)
+        found = found_for(cfg)
         paths = {trees.name_of(path) for path, _ in jax.tree.leaves_with_path(params)}
         if absent := sorted(found.factors.keys() - paths):
             layer = absent[0].rpartition("/")[0]
@@ -108,7 +108,7 @@ def load_params(
     return params
 
 
-def _read_for(cfg: Config) -> "Found":
+def found_for(cfg: Config) -> "Found":
     """Returns the adapter in `adapter.init_from`; its faults begin with the key."""
     place = cfg.adapter.init_from
     if cfg.model.build != BUILD:

@@ -118,7 +118,7 @@ def _token_ids(text: TextFiles) -> dict[str, Any]:
 def write(folder: Path, text: TextFiles) -> None:
     """Writes the tokenizer's files and generation_config.json into a folder."""
     run_tokenizer.copy_files(text.folders, folder, run_tokenizer.FILES)
-    if text.ends or not text.is_imported:
+    if text.ends:
         _write_json(folder / run_tokenizer.GENERATION_CONFIG, text.generation | _token_ids(text))
     if text.tokenizer is not None and text.tokenizer.file is not None:
         _write_tokenizer_config(folder, text.tokenizer, is_imported=text.is_imported)

@@ -104,6 +104,11 @@ def dtypes_in(folder: Path) -> dict[str, np.dtype]:
     }
 
 
+def parameter_tensors(folder: Path) -> dict[str, files.Tensor]:
+    """Returns the tensors of parameters in a folder, by the name in Family.names."""
+    return _parameter_tensors(folder)[1]
+
+
 def written_dtype(name: str, dtype: np.dtype) -> np.dtype:
     """Returns the dtype of a tensor in files whose dtype is `dtype`."""
     return np.promote_types(dtype, np.float32) if name.endswith(ROUTER_BIAS) else dtype
