@@ -22,6 +22,7 @@ from meshtrain.config.schema import (
 )
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import GradFn, Metrics
+from meshtrain.models import trees
 from meshtrain.models.base import STATS_KEY, Model, Params
 from meshtrain.ops import dropout, experts, kernels
 from meshtrain.optim import base as optim
@@ -82,17 +83,29 @@ class Program:
             yield
 
     def initial_state(
-        self, seed: int, load: Callable[[Params], Params] | None = None
+        self,
+        seed: int,
+        load: Callable[[Params], Params] | None = None,
+        *,
+        is_loaded: Callable[[str], bool] | None = None,
     ) -> TrainState:
         """Returns the state before the first step; each device initialises its own shards.
 
-        `load` replaces the parameters, before the optimizer sees them.
+        `load` replaces the parameters, before the optimizer sees them. It gets those for whose path
+        `is_loaded` returns True without values, as shapes with shardings: they take no memory.
         """
         shardings = states.shardings_of(self.abstract_state)
         options = xla.quick_compile_options(self.mesh)
+
+        def fresh_part(params: Params) -> Params:
+            """Returns the parameters that `load` does not replace."""
+            if is_loaded is None:
+                return params
+            return trees.matching(params, lambda path: not is_loaded(path))
+
         init_params = jax.jit(
-            self.init_params,
-            out_shardings=shardings.params,
+            lambda key: fresh_part(self.init_params(key)),
+            out_shardings=fresh_part(shardings.params),
             compiler_options=options,
         )
         init_state = jax.jit(
@@ -101,7 +114,11 @@ class Program:
             out_shardings=shardings,
             compiler_options=options,
         )
-        params = init_params(jax.random.key(seed))
+        params: Params = {}
+        if fresh_part(self.abstract_state.params):
+            params = init_params(jax.random.key(seed))
+        if is_loaded is not None:
+            params = trees.merge(self.abstract_state.params, params)
         if load is not None:
             params = load(params)
         # Last, because some optimizers keep a copy of the first parameters.

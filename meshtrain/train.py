@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from meshtrain.data import map_dataset
 from meshtrain.data.loader import peek, rows_of_epoch
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import EXIT_PREEMPTED
+from meshtrain.huggingface import peft_reader
 from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import cell, summary
 from meshtrain.monitor.writer import finite
@@ -124,6 +126,7 @@ def _resolve(
         if not is_per_process:
             num_rows = rows_of_epoch(data, batch)
         cfg = cfg.of_own_data(seq_len=batch.tokens.shape[1] if isinstance(batch, Batch) else None)
+    cfg = peft_reader.with_settings(cfg)
     if cfg.mesh.auto:
         # Loaded when it is used: training starts without the planner.
         from meshtrain.tools.plan import auto
@@ -164,6 +167,9 @@ def _train(run: Run, state: TrainState) -> Result:
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
     if run.saver and not run.waits_for_rollback():
         run.saver.finish(step, state, **run.manifest_fields(evaluation))
+        if is_finished:
+            # An export has no time limit, so the phase begins again and again.
+            run.saver.export_last(while_waiting=functools.partial(clock.enter, "save"))
     # After the save, which an error of the user's on_metrics must not prevent.
     if evaluation:
         writer.final_evaluation(step, evaluation)

@@ -40,7 +40,7 @@ def _with_changed_paths(raw: Mapping[str, Any], change: Callable[[str], str]) ->
         return path if "://" in path else change(path)
 
     changed = dict(raw)
-    for name in ("data", "checkpoint", "eval"):
+    for name in ("data", "checkpoint", "adapter", "eval"):
         section = raw.get(name)
         if isinstance(section, Mapping):
             changed[name] = {

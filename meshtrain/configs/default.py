@@ -331,10 +331,18 @@ def get_config() -> ConfigDict:
     config.adapter = adapter = Section()
     adapter.rank = 0  # rank of the update A B of the kernels of linear layers; 0: no adapter
     adapter.alpha = 16.0  # the update is multiplied by alpha / rank
+    # whether it is multiplied by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)
+    adapter.rslora = False
     # patterns of the linear layers that get an update, such as ("layers/attention/query",
     # "layers/attention/value")
     adapter.targets = ("layers/*",)
+    # whether the kernels of routed experts that adapter.targets match get an update too, one for
+    # each expert
+    adapter.experts = False
     adapter.dropout = 0.0  # probability of dropout of the input of A, in training only
+    # folder of an adapter in the layout of PEFT, with which a new run begins; with adapter.rank=0
+    # also rank, alpha, rslora, dropout, targets and experts are those of the folder; "": none
+    adapter.init_from = ""
 
     config.eval = evaluation = Section()
     evaluation.every = 0  # steps between evaluations; 0: only at the end
@@ -371,12 +379,17 @@ def get_config() -> ConfigDict:
     # keys, separated by commas, that may change when a run resumes although they define the model,
     # the data or the tokenizer, such as "model.rope_theta,data,tokenizer"
     checkpoint.allow_change = ""
-    # workdir of another run, or one of its checkpoints, from which a new run takes its parameters;
-    # "": none
+    # workdir of another run, one of its checkpoints, or a Hugging Face folder, from which a new run
+    # takes its parameters; "": none
     checkpoint.init_from = ""
     # patterns, separated by commas, of the parameters to take from init_from, such as
     # "layers/*,tokens/*"; all others are initialized
     checkpoint.init_only = "*"
+    # format in which the run also writes its model to WORKDIR/model/STEP, in the background: "hf",
+    # a Hugging Face folder; "": none. At the end of the run, and after every export_every steps
+    checkpoint.export = ""
+    # steps between exports, each of which needs a checkpoint and saves one; 0: only at the end
+    checkpoint.export_every = 0
 
     config.divergence = divergence = Section()
     # limit of consecutive steps whose loss or gradient is not finite: each is skipped, and at the

@@ -56,7 +56,7 @@ def run(
     """
     workdir = find.workdir_of(path)
     folders = run_tokenizer.folders(workdir, cfg.to_dict())
-    is_imported = run_tokenizer.imported_config(folders) is not None
+    is_imported = run_tokenizer.imported_config(workdir, cfg.to_dict()) is not None
     defaults = generation_config.read(folders)
     sampler = _sampler(sampling_flags, defaults)
     own_context = longest_context(cfg, is_imported=is_imported)

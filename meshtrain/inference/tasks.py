@@ -78,7 +78,7 @@ def run(cfg: Config, path: Path, settings: Settings) -> int:
     workdir = find.workdir_of(path)
     folders = run_tokenizer.folders(workdir, cfg.to_dict())
     tokenizer = generate.load_tokenizer(settings.tokenizer_path, folders, workdir, cfg)
-    reader = open_reader(cfg, tokenizer, folders, context=settings.context, bos=settings.bos)
+    reader = open_reader(cfg, tokenizer, workdir, context=settings.context, bos=settings.bos)
     if stride is not None and stride > reader.context:
         raise ConfigError(
             f"--stride={stride}: is more than the {reader.context} tokens that the model sees, so "
@@ -147,17 +147,18 @@ class Reader:
 def open_reader(
     cfg: Config,
     tokenizer: Tokenizer,
-    folders: Sequence[Path],
+    workdir: Path,
     *,
     context: int | None = None,
     bos: bool | None = None,
 ) -> Reader:
-    """Returns the reader of a run with this tokenizer; `folders` may hold files of the tokenizer.
+    """Returns the reader of a run with this tokenizer; `workdir` need not exist yet.
 
     `context` None is what the model can see; `bos` is that of TaskText. Raises ConfigError if the
     model cannot see as many tokens.
     """
-    is_imported = run_tokenizer.imported_config(folders) is not None
+    folders = run_tokenizer.folders(workdir, cfg.to_dict())
+    is_imported = run_tokenizer.imported_config(workdir, cfg.to_dict()) is not None
     own_context = generate.longest_context(cfg, is_imported=is_imported)
     context = generate.check_lengths(cfg, 1, own_context if context is None else context)
     ends = {tokenizer.eos, *generate.listed_end_tokens(folders, tokenizer)}
@@ -395,7 +396,7 @@ def make_task_metrics(
     folders = run_tokenizer.folders(workdir, cfg.to_dict())
     try:
         tokenizer = generate.load_tokenizer(None, folders, workdir, cfg)
-        reader = open_reader(cfg, tokenizer, folders)
+        reader = open_reader(cfg, tokenizer, workdir)
         opened = _open_suite(settings)
         if settings.apply_chat_template:
             reader.template()

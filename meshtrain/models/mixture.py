@@ -38,11 +38,15 @@ class ExpertKernel(nnx.Module):
         init = normal_initializer(scale * shape[1] ** -0.5)
         self.kernel = nnx.Param(init(rngs.params(), shape), out_sharding=axes)
         self.axes = axes
+        self.add_update: Callable[[jax.Array], jax.Array] | None = None  # of an adapter
 
     def __call__(self) -> jax.Array:
         """Returns the matrices, sharded over devices by expert alone."""
+        kernel = self.kernel[...]
+        if self.add_update is not None:
+            kernel = self.add_update(kernel)
         used = ("expert", None, None)
-        return gathered(self.kernel[...], self.axes, used)
+        return gathered(kernel, self.axes, used)
 
 
 class RouterStats(nnx.Module):
