@@ -1,6 +1,6 @@
 """How long a step waits for data on a slow object store, and what memory that takes.
 
-  python benchmarks/data_store.py --latency=0.2 --errors=0.01 --gb=1 --cache_gb=10
+  python benchmarks/data_store.py --latency=0.2 --errors=0.01 --gb=1 --cache_gb=10 [--output=PATH]
 
 A server on loopback answers each request after `latency` seconds, a fraction `errors` of them by
 an error. Rows are read at the speed of GPT-2 124M on 8 H200: 8 MB/s, 4,000 rows of 1,024 tokens of
@@ -22,12 +22,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
 
+from benchmarks.lib import record
 from meshtrain.data import prepared, tokens
 from meshtrain.data.loader import Loader
 from meshtrain.data.prepare import outputs, shards
@@ -114,8 +116,8 @@ def memory() -> dict[str, int]:
     return {"anonymous": int(fields["RssAnon"]) >> 10, "peak": int(fields["VmHWM"]) >> 10}
 
 
-def train(path: str, number: int, args: argparse.Namespace) -> None:
-    """Reads the batches of one of `args.processes`, and prints what it waited."""
+def train(path: str, number: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Reads the batches of one of `args.processes`; returns what it waited."""
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.make_mesh((1,), ("data",))
     began = time.perf_counter()
@@ -140,36 +142,42 @@ def train(path: str, number: int, args: argparse.Namespace) -> None:
     began = time.perf_counter()
     next(loader)
     first = time.perf_counter() - began
-    waited = 0.0
-    num_late = 0
+    waits = []
     for _ in range(int(args.seconds * STEPS_PER_SECOND)):
         time.sleep(1 / STEPS_PER_SECOND)
         began = time.perf_counter()
         next(loader)
-        seconds = time.perf_counter() - began
-        waited += seconds
-        num_late += seconds > 0.01
+        waits.append(time.perf_counter() - began)
     loader.close()
-    total = args.seconds + waited
+    total = args.seconds + sum(waits)
     print(
         f"process {number}: opened in {opened:.1f} s, first batch {first:.1f} s; then waited "
-        f"{waited / total:.2%} of {total:.0f} s, {num_late} steps longer than 10 ms; "
-        f"MB before {before}, at the end {memory()}",
+        f"{sum(waits) / total:.2%} of {total:.0f} s, {sum(wait > 0.01 for wait in waits)} steps "
+        f"longer than 10 ms; MB before {before}, at the end {memory()}",
         flush=True,
     )
+    return {
+        "process": number,
+        "opened s": opened,
+        "first batch s": first,
+        "waits s": waits,
+        "MB before": before,
+        "MB at the end": memory(),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--latency", type=float, default=0.2)
-    parser.add_argument("--errors", type=float, default=0.01)
-    parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--cache_gb", type=float, default=100.0)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--packing", default="windows")
+    parser = record.parser(__doc__)
+    parser.add_argument("--latency", type=float, default=0.2, help="seconds of each request")
+    parser.add_argument("--errors", type=float, default=0.01, help="fraction of the requests")
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the tokens")
+    parser.add_argument("--cache_gb", type=float, default=100.0, help="data.cache_gb")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the steps")
+    parser.add_argument("--processes", type=int, default=1, help="that read the rows")
+    parser.add_argument("--packing", default="windows", help="data.packing")
     parser.add_argument("--local", action="store_true", help="read the folder, for comparison")
     args = parser.parse_args()
+    results = record.about(args, devices=["cpu"])
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "data"
         folder.mkdir()
@@ -190,19 +198,15 @@ def main() -> None:
         }
         time.sleep(2)
         path = str(folder / "tokens") if args.local else "s3://bucket/tokens"
-        readers = [
-            context.Process(target=train, args=(path, number, args))
-            for number in range(args.processes)
-        ]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join()
+        with context.Pool(args.processes) as readers:
+            numbered = [(path, number, args) for number in range(args.processes)]
+            results["processes"] = readers.starmap(train, numbered, chunksize=1)
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(b"GET /bucket/counts HTTP/1.1\r\n\r\n")
-            print("server:", connection.recv(4096).decode().rpartition("\r\n")[2])
+            results["server"] = connection.recv(4096).decode().rpartition("\r\n")[2]
+            print("server:", results["server"])
         server.terminate()
-        sys.exit(any(reader.exitcode for reader in readers))
+        record.save(args.output, results, model="data-store")
 
 
 if __name__ == "__main__":

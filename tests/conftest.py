@@ -3,6 +3,7 @@
 import collections
 import gc
 import os
+from pathlib import Path
 
 from meshtrain.cli.verify import NO_LOCATIONS, QUICK_COMPILE_FLAGS
 from meshtrain.cluster import runtime
@@ -51,18 +52,35 @@ def compile_once(backend, module, devices, options, host_callbacks):
 compiler.backend_compile_and_load = compile_once
 
 
+# Programs that a process keeps: each has 10 to 100 memory mappings, and Linux allows it 65,530.
+MAX_PROGRAMS = 2000
+# Growth of a process from where it was after its programs were freed: three of them with 7 GB each
+# do not fit on a machine of 24 GiB.
+MAX_GROWTH = 3 << 30
+memory_before = [0]  # bytes, at the start and after programs were freed
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.fixture(autouse=True)
 def few_programs():
-    """Frees the programs when very many are kept.
+    """Frees the programs when very many are kept, or they take much memory.
 
-    Each has 10 to 100 memory mappings, and Linux allows a process 65,530. The tests that follow
-    have to trace and compile again what they share with earlier ones, such as jax's own functions.
+    The tests that follow have to trace and compile again what they share with earlier ones, such as
+    jax's own functions.
     """
     yield
-    if len(programs) > 2000:
+    if not memory_before[0]:
+        memory_before[0] = resident_bytes()
+    growth = resident_bytes() - memory_before[0]
+    if len(programs) > MAX_PROGRAMS or growth > MAX_GROWTH:
         programs.clear()
         jax.clear_caches()
         gc.collect()
+        memory_before[0] = resident_bytes()
 
 
 @pytest.fixture(autouse=True)

@@ -197,8 +197,9 @@ def test_the_roofline_is_of_the_models_that_it_names(model):
 @pytest.mark.multiprocess
 def test_help_of_every_script_has_a_command_to_run():
     running = {name: run(name, "--help") for name in SCRIPTS}
+    outputs = {name: process.communicate()[0] for name, process in running.items()}
     for name, process in running.items():
-        output, _ = process.communicate()
+        output = outputs[name]
         assert process.returncode == 0 and f"python benchmarks/{name}" in output, name
         assert "--output" in output, name
 

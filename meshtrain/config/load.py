@@ -248,7 +248,7 @@ ADDED_KEYS = {
 ADDED_DATA_KEYS = (
     *("phases", "weights", "max_epochs", "heldout_path", "shuffle_documents"),
     *("fim_rate", "fim_spm_rate", "fim_tokens", "cache_gb"),
-    *("field", "template", "num_workers", "index_path"),
+    *("field", "template", "num_workers", "index_path", "learned"),
 )
 
 

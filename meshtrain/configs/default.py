@@ -268,6 +268,9 @@ def get_config() -> ConfigDict:
     data.field = "text"  # column with the text of a row (meshtrain.data.rows:build)
     # text made of several columns, instead of data.field: "{question}\n{answer}"
     data.template = ""
+    # what is learned of a conversation (meshtrain.data.chat:build): "replies" of the assistant, its
+    # "last_reply", or "all" of the text
+    data.learned = "replies"
     # processes that read and tokenize rows and conversations; 0: the process that trains
     data.num_workers = 2
     # folder for what is computed once from rows and conversations, such as the lengths of all rows;

@@ -42,8 +42,16 @@ from meshtrain.errors import ConfigError, choice_faults, minimum_faults
 EXTENSIONS = (".jsonl", ".ndjson", ".json")  # of JSON lines, perhaps with .gz
 # Of a table. It has `messages`, or `prompt` and `completion`; other columns are not read.
 COLUMNS = row_files.AnyOf(
-    ("messages", "prompt", "completion", "tools"),
-    needed=(("messages",), ("prompt", "completion")),
+    (
+        *("messages", "prompt", "completion", "tools", "documents", "conversations", "system"),
+        *("instruction", "input", "output", "history"),
+    ),
+    needed=(
+        ("messages",),
+        ("prompt", "completion"),
+        ("conversations",),
+        ("instruction", "output"),
+    ),
 )
 ROWS_AT_ONCE = 64  # rows read together
 GROUP = 1000  # conversations, and
@@ -70,6 +78,7 @@ def build(
     num_workers: int = 0,
     index_path: str = "",
     heldout_path: str = "",
+    learned: str = "replies",
     **unread,
 ) -> Source:
     """Returns the "train" or "heldout" split of the conversations in `path`.
@@ -78,13 +87,15 @@ def build(
     `conversations.parse` says what a line holds. `tokenizer_path` is a folder with a tokenizer.json
     and a chat template. `num_workers` processes tokenize, 0: this one. `index_path` is the folder
     for the tokens; "": next to the data.
-    A token has weight 1 if its target was written by the assistant, which includes what the
-    template writes at the end of a reply. `packing` is that of tokens.py, with a conversation as a
+    A token has weight 1 if its target is learned: of the "replies" of the assistant, of its
+    "last_reply", both with what the template writes at their end, or of "all" of the text.
+    `packing` is that of tokens.py, with a conversation as a
     document. The last `heldout` fraction of the conversations is held out, at least one if it is
     above 0; with `heldout_path` all of that is instead. Raises ConfigError if the data is unusable.
     """
     check_sizes(seq_len, vocab_size, seed)
     faults = choice_faults("data.packing", packing, tokens.PACKINGS)
+    faults += choice_faults("data.learned", learned, conversations.LEARNED)
     faults += minimum_faults(0, {"data.num_workers": num_workers})
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
@@ -98,21 +109,22 @@ def build(
     if heldout_path:
         path, heldout = (path, 0.0) if split == "train" else (heldout_path, 1.0)
 
-    learned = load(
+    loaded = load(
         path,
         tokenizer_path,
         vocab_size=vocab_size,
         num_workers=num_workers,
         index_path=index_path,
+        learned=learned,
     )
-    corpus = learned.corpus
+    corpus = loaded.corpus
     starts = corpus.document_starts
     num_conversations = len(starts) - 1
     num_train = num_conversations - math.ceil(to_12_digits(num_conversations * heldout))
     border = int(starts[num_train])
     first, last = (0, border) if split == "train" else (border, corpus.num_tokens)
 
-    counts = _count_learned(learned, first, last, vocab_size)
+    counts = _count_learned(loaded, first, last, vocab_size)
 
     def rows_of(corpus: Corpus) -> Source:
         name = f"the {split} split of data.heldout={heldout}"
@@ -127,7 +139,7 @@ def build(
         )
 
     source = rows_of(corpus)
-    marks = rows_of(corpus._replace(file_tokens=[learned.is_learned]))
+    marks = rows_of(corpus._replace(file_tokens=[loaded.is_learned]))
 
     def read(indices: np.ndarray) -> Batch:
         batch = source.read(indices)
@@ -141,7 +153,7 @@ def build(
         strided=None,  # it would not know what is learned
         read=read,
         description=f"{description}, {share:.2%} of the tokens learned",
-        warnings=[*learned.warnings, *_length_warnings(starts, packing, seq_len)],
+        warnings=[*loaded.warnings, *_length_warnings(starts, packing, seq_len)],
     )
 
 
@@ -168,12 +180,18 @@ class Learned(NamedTuple):
     """Conversations as one stream of tokens, shuffled with a fixed seed; its arrays are mapped."""
 
     corpus: Corpus
-    is_learned: np.ndarray  # (T,) uint8: the assistant wrote the token
+    is_learned: np.ndarray  # (T,) uint8: the token is learned
     warnings: list[str]
 
 
 def load(
-    path: str, tokenizer_path: str, *, vocab_size: int, num_workers: int = 0, index_path: str = ""
+    path: str,
+    tokenizer_path: str,
+    *,
+    vocab_size: int,
+    num_workers: int = 0,
+    index_path: str = "",
+    learned: str = "replies",
 ) -> Learned:
     """Returns the conversations in a file or a folder; a ConfigError names faulty lines."""
     with files.report_errors(f"data.path={path}"):
@@ -196,12 +214,15 @@ def load(
             tokenizers.digest(tokenizer),
             template.digest,
         ]
+        if learned != "replies":  # the default has the name that it had before this key
+            what.append(learned)
         # Both splits need the same conversations.
         corpus, is_learned = _load(
             path,
             tuple(paths),
             tokenizer_path=tokenizer_path,
             num_workers=num_workers,
+            learned=learned,
             folder=index_cache.folder_for(root, index_path, f"chat-{index_cache.key_of(what)}"),
         )
     warnings = [*tokenizer.warnings]
@@ -270,11 +291,17 @@ def _report_faults(faults: list[str]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _load(
-    path: str, paths: tuple[Path, ...], *, tokenizer_path: str, num_workers: int, folder: Path
+    path: str,
+    paths: tuple[Path, ...],
+    *,
+    tokenizer_path: str,
+    num_workers: int,
+    learned: str,
+    folder: Path,
 ) -> tuple[Corpus, np.ndarray]:
-    """Returns the conversations in files, and (T,) whether the assistant wrote the tokens.
+    """Returns the conversations in files, and (T,) whether the tokens are learned.
 
-    The name of `folder` depends on the files and the tokenizer.
+    The name of `folder` depends on the files, the tokenizer, and what is learned.
     """
     tokenizer = tokenizers.load(tokenizer_path)
 
@@ -303,7 +330,7 @@ def _load(
             _tokenize(path, paths, workers, parts)
         _shuffle(parts, folder)
 
-    settings = {"tokenizer_path": tokenizer_path}
+    settings = {"tokenizer_path": tokenizer_path, "learned": learned}
     return index_cache.load_or_build(folder, read, build)
 
 

@@ -47,6 +47,7 @@ class ChatTemplate:
     reads_clock: bool  # whether its text depends on the date
     names: frozenset[str]  # the words in it, among them the keys of messages that it reads
     eos_token: str  # of the tokenizer; "": unknown
+    special: tuple[str, ...]  # the texts of special tokens, which no text contains by chance
     digest: str  # of the templates and the special tokens
 
 
@@ -54,11 +55,12 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
     """Returns the chat template in a tokenizer's folder.
 
     Raises ConfigError if the folder has none, or a faulty one.
-    `render(messages, tools=None, add_generation_prompt=False, arguments={})` returns the text of a
-    conversation, and raises ValueError with one line if the template rejects it, and ConfigError if
-    the template exceeds the limit of time. `arguments` are further variables that it may read, such
-    as enable_thinking. `now` is the date for templates that write it; None: the current date. With
-    `tools`, JSON schemas of functions, the template named tool_use is used if there is one.
+    `render(messages, tools, add_generation_prompt, arguments, documents)` returns the text of a
+    conversation; all but the messages may be left out. It raises ValueError with one line if the
+    template rejects it, and ConfigError if the template exceeds the limit of time. `arguments` are
+    further variables that it may read, such as enable_thinking. `now` is the date for templates
+    that write it; None: the current date. With `tools`, JSON schemas of functions, the template
+    named tool_use is used if there is one. `documents` are texts that the replies refer to.
     """
     settings = read_config(folder)
     special = special_tokens(settings)
@@ -77,6 +79,7 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
         tools: list | None = None,
         add_generation_prompt: bool = False,
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        documents: list | None = None,
     ) -> Rendered:
         name = "tool_use" if tools is not None and "tool_use" in used else "default"
         variables = {
@@ -84,7 +87,7 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
             **arguments,
             "messages": [_normalized(message) for message in messages],
             "tools": tools,
-            "documents": None,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
         answer = process.ask({"template": name, "variables": variables})
@@ -99,6 +102,7 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
         reads_clock="strftime_now" in "".join(used.values()),
         names=frozenset(re.findall(r"\w+", " ".join(used.values()))),
         eos_token=special.get("eos_token", ""),
+        special=tuple(sorted({*special.values(), *_added_tokens(folder)} - {""})),
         digest=hashlib.sha256(json.dumps([used, special]).encode()).hexdigest(),
     )
 
@@ -156,6 +160,14 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             special[name] = value
     return special
+
+
+def _added_tokens(folder: Path) -> list[str]:
+    """Returns the texts of the tokens that a tokenizer.json lists next to its vocabulary."""
+    added = read_json(folder / "tokenizer.json").get("added_tokens")
+    entries = added if isinstance(added, list) else []
+    contents = [entry.get("content") for entry in entries if isinstance(entry, dict)]
+    return [content for content in contents if isinstance(content, str)]
 
 
 def _normalized(message: Message) -> dict[str, Any]:

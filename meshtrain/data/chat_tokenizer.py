@@ -19,12 +19,13 @@ class ConversationTokenizer:
         assert tokenizer.file is not None
         self._template = chat_template.load(tokenizer.file.parent, now=conversations.DATE)
         self._encode = conversations.reply_encoder(tokenizer.file)
+        self._learned = settings["learned"]
 
     def __call__(self, lines: Message) -> Message:
         """Returns the tokens of lines of JSON, which `conversations.parse` describes.
 
         The arrays are the bytes of all lines, and the length of each. Those of the result are the
-        tokens (int32), 1 for each that the assistant wrote (uint8), and the number of tokens of
+        tokens (int32), 1 for each that is learned (uint8), and the number of tokens of
         each line. The value has the numbers and the faults of lines that are no conversation.
         """
         content, lengths = lines.arrays
@@ -37,7 +38,9 @@ class ConversationTokenizer:
             try:
                 conversation = conversations.parse(content[start:end].tobytes())
                 conversations.check_keys(self._template, conversation)
-                text, text_spans = conversations.render(self._template, conversation)
+                text, text_spans = conversations.render(
+                    self._template, conversation, learned=self._learned
+                )
             except ConfigError:
                 raise  # the template's own fault
             except ValueError as error:

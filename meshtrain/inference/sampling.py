@@ -152,8 +152,7 @@ class Sampling:
         for offset in range(N - 1):
             token_B1 = tokens_BH[:, H - N + 1 + offset][:, None]
             matches_BW &= tokens_BH[:, offset : offset + num_windows] == token_B1
-        # An n-gram has no padding. If its last N - 1 tokens have, the row has no n-gram yet.
-        matches_BW &= tokens_BH[:, :num_windows] != NO_TOKEN
+        # A row with fewer than N tokens matches nowhere: earlier windows have more padding.
         end_BW = jnp.where(matches_BW, tokens_BH[:, N - 1 :], V)
         row_B1 = jnp.arange(B)[:, None]
         return jnp.zeros((B, V + 1), bool).at[row_B1, end_BW].set(True)[:, :V]

@@ -6,6 +6,7 @@ chat/ has what transformers computes; make_chat_golden.py wrote it.
 """
 
 import datetime
+import io
 import json
 import shutil
 from pathlib import Path
@@ -148,6 +149,136 @@ def test_a_template_that_rewrites_earlier_replies_is_rejected(tmp_path):
     template = chat_template.load(put(tmp_path / "t", text))
     with pytest.raises(ValueError, match="first 2 messages differently if more follow"):
         conversations.render(template, CONVERSATIONS[2])
+
+
+# As the templates of DeepSeek-R1, Phi-3 and Qwen3 write replies: <think> is in the prompt alone; a
+# text ends with a token that is not there if more follow; reasoning is left out if more follow.
+R1 = """{{ bos_token }}{% for m in messages -%}
+{% if m.role == 'user' %}[U]{{ m.content }}{% endif -%}
+{% if m.role == 'assistant' %}[A]{{ m.content.split('</think>')[-1] }}</s>{% endif %}{% endfor -%}
+{% if add_generation_prompt %}[A]<think>
+{% endif %}"""
+PHI = """{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% else %}</s>{% endif %}"""
+QWEN = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' -%}
+{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages -%}
+<|im_start|>{{ m.role }}
+{% set said = m.content.split('</think>')[-1].lstrip() -%}
+{% set reasoning = m.reasoning_content or m.content.split('</think>')[0].split('<think>')[-1] -%}
+{% if m.role == 'assistant' and loop.index0 > ns.last -%}
+<think>
+{{ reasoning.strip() if reasoning != said else '' }}
+</think>
+
+{% endif %}{{ said }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def dialogue(*texts):
+    roles = ["user", "assistant"] * len(texts)
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "expected"),
+    [
+        (R1, ["one", "1", "two", "2"], ["1</s>", "2</s>"]),
+        # What begins as the prompt does is no part of what is learned, since it is given.
+        (R1, ["one", "<them", "two", "2"], ["em</s>", "2</s>"]),
+        (PHI, ["one", "1", "two", "2"], ["1<|im_end|>\n", "2<|im_end|>\n</s>"]),
+        (
+            QWEN,
+            ["one", "1", "two", "2"],
+            ["1<|im_end|>\n", "<think>\n\n</think>\n\n2<|im_end|>\n"],
+        ),
+        (
+            QWEN,  # the first reply is context, since its reasoning is not in the text
+            ["one", "<think>so</think>1", "two", "<think>then</think>2"],
+            ["<think>\nthen\n</think>\n\n2<|im_end|>\n"],
+        ),
+    ],
+)
+def test_replies_are_found_in_templates_that_rewrite_them(template, texts, expected, tmp_path):
+    folder = put(tmp_path / "t", template)
+    one = conversations.Conversation(dialogue(*texts))
+    assert learned(folder, one)[0] == expected
+
+
+def test_reasoning_that_the_template_never_writes_is_an_error(tmp_path):
+    folder = put(tmp_path / "t", R1)
+    one = conversations.Conversation(dialogue("one", "<think>so</think>1"))
+    with pytest.raises(ValueError, match="leaves out the reasoning of all replies"):
+        learned(folder, one)
+
+
+def test_the_last_reply_or_all_of_the_text_is_learned(tmp_path, folders):
+    path = write(tmp_path / "a.jsonl", [json.dumps({"messages": CONVERSATIONS[2].messages})])
+    template = chat_template.load(folders["chatml"])
+    text, spans = conversations.render(template, CONVERSATIONS[2], learned="last_reply")
+    assert [text[first:end] for first, end in spans] == ["See you<|im_end|>\n"]
+    marked = chat_template.load(folders["marked"])
+    text, spans = conversations.render(marked, CONVERSATIONS[2], learned="last_reply")
+    assert [text[first:end] for first, end in spans] == ["See you<|im_end|>"]
+    weights = {}
+    for what in conversations.LEARNED:
+        source = build(path, folders["chatml"], heldout=0.0, learned=what)
+        batch = source.read(np.arange(1))
+        weights[what] = batch.weights
+        assert (batch.tokens == build(path, folders["chatml"], heldout=0.0).read([0]).tokens).all()
+    assert 0 < weights["last_reply"].sum() < weights["replies"].sum() < weights["all"].sum()
+    assert (weights["last_reply"] <= weights["replies"]).all()
+    num_tokens = sum(weights["all"].shape) - 1
+    assert weights["all"].sum() <= num_tokens
+    with pytest.raises(ConfigError, match="data.learned='none'"):
+        build(path, folders["chatml"], learned="none")
+
+
+@pytest.mark.parametrize(
+    ("line", "messages"),
+    [
+        (
+            {
+                "id": "a",
+                "system": "s",
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "gpt", "value": "a", "weight": 1},
+                ],
+            },
+            [("system", "s"), ("user", "q"), ("assistant", "a")],
+        ),
+        (
+            {"conversations": [{"role": "user", "content": "q"}, {"from": "gpt", "value": "a"}]},
+            [("user", "q"), ("assistant", "a")],
+        ),
+        (
+            {"instruction": "i", "input": "x", "output": "o", "text": "all"},
+            [("user", "i\nx"), ("assistant", "o")],
+        ),
+        (
+            {"instruction": "i", "input": "", "output": "o", "history": [["q", "a"]]},
+            [("user", "q"), ("assistant", "a"), ("user", "i"), ("assistant", "o")],
+        ),
+    ],
+)
+def test_sharegpt_and_alpaca_are_recognised_by_their_keys(line, messages):
+    one = conversations.parse(json.dumps(line).encode())
+    assert [(m["role"], m["content"]) for m in one.messages] == messages
+
+
+def test_documents_are_what_the_template_gets(tmp_path):
+    line = {"messages": dialogue("q", "a"), "documents": [{"title": "t", "text": "x"}]}
+    one = conversations.parse(json.dumps(line).encode())
+    template = "{% for d in documents %}({{ d.title }}){% endfor %}{% for m in messages -%}"
+    template += "{{ m.content }}{% endfor %}"
+    text, _ = conversations.render(chat_template.load(put(tmp_path / "t", template)), one)
+    assert text == "(t)qa"
+    without = chat_template.load(put(tmp_path / "u", "{% for m in messages %}{% endfor %}"))
+    with pytest.raises(ValueError, match="has documents, which the chat template does not read"):
+        conversations.check_keys(without, one)
 
 
 def test_templates_come_from_a_file_a_list_or_the_settings(tmp_path):
@@ -357,6 +488,14 @@ def test_conversations_have_the_same_tokens_despite_dropout_in_the_tokenizer(tmp
         ("{", "not JSON"),
         ("[]", "is no object"),
         ("{}", "neither `messages` nor `prompt`"),
+        ('{"conversations": [{"from": "me", "value": ""}]}', "is from 'me'; use human, gpt"),
+        ('{"conversations": [{"from": "gpt"}]}', r"conversations\[0\] has no content"),
+        ('{"conversations": 3}', "conversations is int, not a list of messages"),
+        ('{"instruction": 3, "output": "a"}', "content is int, not a text"),
+        ('{"instruction": "a", "input": 3, "output": "a"}', "input are not both texts"),
+        ('{"instruction": "a", "output": "a", "history": ["a"]}', "history is not a list of pairs"),
+        ('{"prompt": "a", "completion": "b", "documents": 3}', "documents is int"),
+        ('{"prompt": "a", "completion": "b", "documents": [3]}', "has documents, which the chat"),
         ('{"messages": []}', "messages is an empty list"),
         ('{"messages": [3]}', r"messages\[0\] is int"),
         ('{"messages": [{"content": ""}]}', r"messages\[0\] has no role"),
@@ -501,7 +640,8 @@ def test_a_conversation_that_the_model_cannot_see_completely_is_rejected(workdir
 
 def test_a_reply_ends_where_the_context_is_full(workdir, folders, capsys):
     tokenizer = tokenizers.load(folders["marked"])
-    prompt = chat_prompts.encode(tokenizer, chat_prompts.load(tokenizer), "count 5")
+    template = chat_prompts.load(tokenizer)
+    prompt = chat_prompts.encode_first(tokenizer, template, chat_prompts.Settings(), "count 5")
     arguments = [f"--workdir={workdir}", "--chat", "--prompt=count 5", "--temperature=0"]
     size = len(prompt) + 2
     capsys.readouterr()
@@ -533,11 +673,95 @@ def test_a_prompt_ends_where_the_reply_begins_and_a_reply_where_the_template_end
     found = chat_prompts.end_tokens(tokenizer, template)
     vocabulary = json.loads((folders[name] / "tokenizer.json").read_text())["model"]["vocab"]
     assert {vocabulary[text] for text in ends} == {*found}
-    ids = chat_prompts.encode(tokenizer, template, "one")
+    ids = chat_prompts.encode_first(tokenizer, template, chat_prompts.Settings(), "one")
     text, spans = conversations.render(template, CONVERSATIONS[3])
     ((whole, offsets),) = conversations.reply_encoder(tokenizer.file)([text])
     assert ids == whole[: len(ids)].tolist()
     assert len(ids) == np.flatnonzero(conversations.is_inside(offsets, spans))[0]
+
+
+def record_prompts(monkeypatch, tokenizer_folder):
+    """Returns a list to which the texts of later prompts are added."""
+    tokenizer = tokenizers.load(tokenizer_folder)
+    texts, original = [], chat_prompts.conversations.reply_encoder
+
+    def recording(file):
+        encode = original(file)
+
+        def record(rendered):
+            texts.extend(rendered)
+            return encode(rendered)
+
+        return record
+
+    monkeypatch.setattr(chat_prompts.conversations, "reply_encoder", recording)
+    return texts, tokenizer
+
+
+@pytest.mark.slow
+def test_lines_of_stdin_are_the_messages_of_one_conversation(workdir, monkeypatch, capsys):
+    texts, _ = record_prompts(monkeypatch, workdir / "tokenizer")
+    template = chat_template.load(workdir / "tokenizer")
+    lines = ["count 5", "", "count 6", "count 7 " * 60, "/clear", "count 8"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    arguments = [f"--workdir={workdir}", "--chat", "--system=be brief", "--temperature=0"]
+    capsys.readouterr()
+    assert app.main("generate", [*arguments, "--context=150"]) == 0
+    out, error = capsys.readouterr()
+    assert out.startswith(f"{REPLY}\n")
+    assert error.count("\n") == 1  # of the message that is too long
+    assert "more than the 150 that the model sees; /clear starts a new one" in error
+    system = {"role": "system", "content": "be brief"}
+    first = [system, {"role": "user", "content": "count 5"}]
+    second = [*first, {"role": "assistant", "content": REPLY}]
+    second.append({"role": "user", "content": "count 6"})
+    cleared = [system, {"role": "user", "content": "count 8"}]
+    expected = [
+        template.render(messages, add_generation_prompt=True).text
+        for messages in (first, second, cleared)
+    ]
+    prompts = [text for text in texts if "count" in text]
+    assert [prompts[0], prompts[1], prompts[3]] == expected
+
+
+@pytest.mark.slow
+def test_variables_of_the_template_are_read(workdir, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(workdir, tmp_path / "run")
+    marked = json.loads((run / "tokenizer" / "tokenizer_config.json").read_text())["chat_template"]
+    (run / "tokenizer" / "chat_template.jinja").write_text(
+        "{% if style is defined %}({{ style.tone }}){% endif %}" + marked
+    )
+    texts, _ = record_prompts(monkeypatch, run / "tokenizer")
+    arguments = [f"--workdir={run}", "--chat", "--prompt=count 5", "--length=2"]
+    kwargs = '--chat_template_kwargs={"style": {"tone": "dry"}}'
+    assert app.main("generate", [*arguments, kwargs]) == 0
+    assert texts[-1].startswith("(dry)")
+    assert app.main("generate", arguments) == 0
+    assert not texts[-1].startswith("(")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (["--chat", "--chat_template_kwargs={"], "--chat_template_kwargs={: is not JSON"),
+        (["--chat", "--chat_template_kwargs=[1]"], "--chat_template_kwargs=[1]: is no JSON object"),
+        (
+            ["--chat", '--chat_template_kwargs={"messages": []}'],
+            "--chat_template_kwargs: messages is set by the conversation",
+        ),
+        (["--system=be brief", "--prompt=a"], "--system: is for chat models; add --chat"),
+        (["--chat_template_kwargs={}"], "--chat_template_kwargs: is for chat models"),
+        (
+            ["--chat", "--num_return_sequences=2"],
+            "--num_return_sequences=2: a conversation has one reply to each message",
+        ),
+    ],
+)
+def test_faulty_flags_of_a_conversation_are_one_line(flags, fault, workdir, capsys):
+    capsys.readouterr()
+    assert app.main("generate", [f"--workdir={workdir}", *flags]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.count("\n") == 1 and error.startswith(fault)
 
 
 def test_a_special_token_before_the_text_of_a_reply_does_not_end_it(tmp_path):

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
 import types
+import unittest.mock
 
 import jax
 import numpy as np
@@ -20,7 +22,7 @@ from meshtrain.config.build import build_data, build_model
 from meshtrain.config.load import load_config
 from meshtrain.config.parse import parse
 from meshtrain.data import tokenizer as tokenizers
-from meshtrain.inference import generate
+from meshtrain.inference import generate, generation_config
 from meshtrain.tools.verify.reference import step as reference_step
 from meshtrain.train import train
 from tests.lib.configs import tiny_config
@@ -117,11 +119,102 @@ def test_a_stop_token_ends_the_text_and_is_not_printed(workdir, capsys):
     assert run_verb("generate", *options, "--stop=70", capsys=capsys)[1] == "ABCDE\n"
 
 
+@pytest.mark.slow
+def test_a_text_ends_before_a_stop_text(workdir, capsys):
+    options = [f"--workdir={workdir}", "--temperature=0", "--prompt=A", "--length=20"]
+    assert run_verb("generate", *options, "--stop=DEF", capsys=capsys)[1] == "ABC\n"
+    flags = ["--prompt=X", "--stop=bc", "--stop=GH"]
+    _, out, _ = run_verb("generate", *options, *flags, capsys=capsys)
+    assert out == "--- 0\nABCDEF\n--- 1\nXYZ[\\]^_`a\n"
+
+
+@pytest.mark.slow
+def test_each_prompt_is_continued_several_times(workdir, capsys):
+    options = [f"--workdir={workdir}", "--temperature=3", "--length=9", "--num_return_sequences=3"]
+    code, out, _ = run_verb("generate", *options, "--prompt=A", "--prompt=X", capsys=capsys)
+    assert code == 0
+    titles = [line for line in out.splitlines() if line.startswith("--- ")]
+    assert titles == ["--- 0.0", "--- 0.1", "--- 0.2", "--- 1.0", "--- 1.1", "--- 1.2"]
+    texts = out.split("--- 1.0")[0].split("--- 0.")[1:]
+    assert len({text[2:] for text in texts}) == 3
+    code, _, err = run_verb("generate", *options, "--temperature=0", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1) and "--num_return_sequences=3" in err
+
+
+@pytest.mark.slow
+def test_generation_config_has_the_defaults_and_flags_replace_them(workdir, tmp_path, capsys):
+    run = shutil.copytree(workdir, tmp_path / "run")
+    file = run / "generation_config.json"
+    options = [f"--workdir={run}", "--prompt=A"]
+
+    def generated(config, *flags):
+        file.write_text(json.dumps(config))
+        return run_verb("generate", *options, *flags, capsys=capsys)
+
+    config = {"do_sample": False, "max_new_tokens": 4, "temperature": None, "top_k": 50}
+    expected = f"sampling: top_k=50, temperature=0, as {file} says; flags replace them\n"
+    assert generated(config) == (0, "ABCDE\n", expected)
+    assert generated({**config, "stop_strings": ["DE"]})[1] == "ABC\n"
+    assert generated(config, "--length=6")[1] == "ABCDEFG\n"
+    # Below 1 it prefers the tokens that there are.
+    assert generated({**config, "repetition_penalty": 1e-4})[1] != "ABCDE\n"
+    code, out, err = generated({"typical_p": 0.9, "num_beams": 1, "max_new_tokens": 2})
+    assert (code, len(out)) == (0, 4)
+    assert err == f"{file}: typical_p=0.9: is not supported, ignored\n"
+    code, _, err = generated({"top_p": 7.0})
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"{file}: --top_p=7.0: use a number above 0, up to 1")
+    assert generated({"top_p": 7.0, "max_new_tokens": 1}, "--top_p=0.5")[0] == 0
+
+
+def test_what_transformers_samples_with_is_read():
+    folder = pathlib.Path(__file__).parent
+
+    def read(config):
+        with unittest.mock.patch.object(
+            generation_config.run_tokenizer, "generation_config", lambda _: (folder, config)
+        ):
+            return generation_config.read([folder])
+
+    assert read({"do_sample": True}).sampling == {"temperature": 1.0, "top_k": 50}
+    assert read({"do_sample": True, "top_k": 20, "min_p": 0}).sampling == {
+        "temperature": 1.0,
+        "top_k": 20,
+        "min_p": 0.0,
+    }
+    found = read({"temperature": "hot", "top_k": 2.5, "top_p": True, "max_new_tokens": -1})
+    assert found.sampling == {} and found.length is None
+    assert generation_config.read([folder]) == generation_config.Defaults()
+
+
+def streamed(tokenizer, ids, tokens, stop_texts=()):
+    """Returns the pieces of text that tokens add, the last of them what was held back."""
+    stream = generate.TextStream(tokenizer, ids, stop_texts)
+    pieces = [stream.add(token) for token in tokens]
+    return [*pieces, stream.end()], stream.is_stopped
+
+
 def test_a_multibyte_character_is_printed_once_it_is_complete():
     tokenizer = generate.tokenizers.load("bytes")
-    tokens = [*"né €".encode(), 0x82, None, 65]
-    texts = list(generate.stream_text(tokenizer, [65], tokens))
-    assert texts == ["n", "é", " ", "€", "\ufffd"]
+    pieces, _ = streamed(tokenizer, [65], [*"né €".encode(), 0x82])
+    assert [piece for piece in pieces if piece] == ["n", "é", " ", "€", "\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("stop_texts", "text", "pieces", "is_stopped"),
+    [
+        (["bc"], "abcd", ["a", "", "", "", ""], True),
+        (["bcx"], "abcd", ["a", "", "", "bcd", ""], False),
+        (["bcx"], "abc", ["a", "", "", "bc"], False),  # the end of what is held back
+        (["aab"], "aaab", ["", "", "a", "", ""], True),
+        (["zz", "b"], "abzz", ["a", "", "", "", ""], True),
+        (["€"], "a€b", ["a", "", "", "", "", ""], True),  # three bytes
+        ([], "ab", ["a", "b", ""], False),
+    ],
+)
+def test_what_may_begin_a_stop_text_is_held_back(stop_texts, text, pieces, is_stopped):
+    tokenizer = generate.tokenizers.load("bytes")
+    assert streamed(tokenizer, [65], text.encode(), stop_texts) == (pieces, is_stopped)
 
 
 def test_a_leading_space_that_decode_drops_at_the_start_is_printed():
@@ -129,23 +222,28 @@ def test_a_leading_space_that_decode_drops_at_the_start_is_printed():
         return "".join([" a", " b", "c"][token] for token in ids).removeprefix(" ")
 
     tokenizer = types.SimpleNamespace(decode=decode)
-    assert list(generate.stream_text(tokenizer, [0], [1, 2, 0])) == [" b", "c", " a", ""]
+    assert streamed(tokenizer, [0], [1, 2, 0])[0] == [" b", "c", " a", ""]
     long = [0, 1] * generate.DECODE_CONTEXT
     # The text of `long` alone lacks its first space.
-    assert "".join(generate.stream_text(tokenizer, long, [1, *long])) == f" b {decode(long)}"
+    assert "".join(streamed(tokenizer, long, [1, *long])[0]) == f" b {decode(long)}"
 
 
 @pytest.fixture
 def encoded(monkeypatch):
     """Records the prompts as token ids."""
     recorded = []
-    original = generate.sampling.generate
+    original = generate.sampling.generator
 
-    def record(program, params, prompts, **options):
-        recorded.extend(prompts)
-        return original(program, params, prompts, **options)
+    def recording(program, params, **options):
+        generate_rows = original(program, params, **options)
 
-    monkeypatch.setattr(generate.sampling, "generate", record)
+        def record(prompts, **options):
+            recorded.extend(prompts)
+            return generate_rows(prompts, **options)
+
+        return record
+
+    monkeypatch.setattr(generate.sampling, "generator", recording)
     return recorded
 
 
@@ -343,11 +441,12 @@ def test_a_prompt_file_may_have_a_byte_order_mark_and_crlf(workdir, tmp_path, en
         (["--temperature=-1"], "--temperature=-1"),
         (["--top_p=0"], "--top_p=0"),
         (["--prompt="], "--prompt=''"),
-        (["--stop=AB"], "--stop='AB'"),
+        (["--stop="], "--stop=''"),
+        (["--num_return_sequences=0"], "--num_return_sequences=0"),
+        (["--repetition_penalty=0"], "--repetition_penalty=0"),
         (["--prompt_file=nowhere"], "--prompt_file=nowhere"),
         (["--prompt_file=LICENSE"], "line 1 is empty"),
         (["--prompt=é"], "holds token 195, but model.vocab_size=128"),
-        (["--stop=<|endoftext|>"], "--stop='<|endoftext|>'"),
         (["--tokenizer=nowhere"], "nowhere"),
         (["--config.mesh.tensr=2"], "did you mean"),
         (["--config.mesh.pipeline=3"], "mesh.pipeline=3"),
