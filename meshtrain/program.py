@@ -22,6 +22,7 @@ from meshtrain.config.schema import (
 )
 from meshtrain.errors import ConfigError, did_you_mean
 from meshtrain.metrics import GradFn, Metrics
+from meshtrain.models import trees
 from meshtrain.models.base import STATS_KEY, Model, Params
 from meshtrain.ops import dropout, experts, kernels
 from meshtrain.optim import base as optim
@@ -49,6 +50,9 @@ class Program:
     grad_fn: GradFn
     train_step: Callable[[TrainState, Any], tuple[TrainState, Scalars]]
     eval_step: Callable[[Params, Any], Metrics]
+    # (model, number of micro-batches) -> the eval_step of a model with the same parameters, of
+    # which `head` returns other sums.
+    eval_step_of: Callable[[Model, int], Callable[[Params, Any], Metrics]]
     compiler_options: dict[str, bool | int | str]
     context_method: str = "gather"  # see `context.choose`
     expert_method: str = "gather"  # see `expert.choose`
@@ -79,17 +83,29 @@ class Program:
             yield
 
     def initial_state(
-        self, seed: int, load: Callable[[Params], Params] | None = None
+        self,
+        seed: int,
+        load: Callable[[Params], Params] | None = None,
+        *,
+        is_loaded: Callable[[str], bool] | None = None,
     ) -> TrainState:
         """Returns the state before the first step; each device initialises its own shards.
 
-        `load` replaces the parameters, before the optimizer sees them.
+        `load` replaces the parameters, before the optimizer sees them. It gets those for whose path
+        `is_loaded` returns True without values, as shapes with shardings: they take no memory.
         """
         shardings = states.shardings_of(self.abstract_state)
         options = xla.quick_compile_options(self.mesh)
+
+        def fresh_part(params: Params) -> Params:
+            """Returns the parameters that `load` does not replace."""
+            if is_loaded is None:
+                return params
+            return trees.matching(params, lambda path: not is_loaded(path))
+
         init_params = jax.jit(
-            self.init_params,
-            out_shardings=shardings.params,
+            lambda key: fresh_part(self.init_params(key)),
+            out_shardings=fresh_part(shardings.params),
             compiler_options=options,
         )
         init_state = jax.jit(
@@ -98,7 +114,11 @@ class Program:
             out_shardings=shardings,
             compiler_options=options,
         )
-        params = init_params(jax.random.key(seed))
+        params: Params = {}
+        if fresh_part(self.abstract_state.params):
+            params = init_params(jax.random.key(seed))
+        if is_loaded is not None:
+            params = trees.merge(self.abstract_state.params, params)
         if load is not None:
             params = load(params)
         # Last, because some optimizers keep a copy of the first parameters.
@@ -210,9 +230,13 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
             unreduced_axes=unreduced_axes,
             grad_sync=sync,
         )
-        eval_step = executor.make_eval_step(
-            model, table, dtype=train.dtype, unreduced_axes=unreduced_axes
-        )
+
+        def eval_step_of(model: Model, num_microbatches: int) -> Callable[[Params, Any], Metrics]:
+            # The schedule fixes the number of micro-batches.
+            assert num_microbatches == train.num_microbatches
+            return executor.make_eval_step(
+                model, table, dtype=train.dtype, unreduced_axes=unreduced_axes
+            )
     else:
         loss_fn = grads.make_loss(model, remat=train.remat, unroll=train.unroll)
         grad_fn = grads.accumulate(
@@ -223,9 +247,14 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
             unreduced_axes=unreduced_axes,
             grad_sync=sync,
         )
-        eval_step = grads.make_eval_step(
-            loss_fn, dtype=train.dtype, num_microbatches=train.num_microbatches
-        )
+
+        def eval_step_of(model: Model, num_microbatches: int) -> Callable[[Params, Any], Metrics]:
+            return grads.make_eval_step(
+                grads.make_loss(model, remat=train.remat, unroll=train.unroll),
+                dtype=train.dtype,
+                num_microbatches=num_microbatches,
+            )
+
     train_step = make_train_step(
         grad_fn,
         abstract.optimizer,
@@ -256,7 +285,8 @@ def assemble(cfg: Config, parts: RunParts, *, devices: list[jax.Device] | None =
         init_state=abstract.init_state,
         grad_fn=grad_fn,
         train_step=train_step,
-        eval_step=eval_step,
+        eval_step=eval_step_of(model, train.num_microbatches),
+        eval_step_of=eval_step_of,
         compiler_options=xla.options(train.xla_preset, mesh, without=without),
         context_method=_context_method(cfg, mesh),
         expert_method=cfg.expert.method,

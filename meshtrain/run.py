@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from meshtrain.config.build import RunParts, build, with_steps
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import Loader, open_loader
 from meshtrain.data.source import Phase, Source, Timeline
-from meshtrain.models.base import Model
+from meshtrain.huggingface import convert, peft_reader, start
+from meshtrain.inference import tasks
+from meshtrain.models.base import Model, Params
 from meshtrain.monitor import capacity, health, heldout, memory, sinks, summary, warnings
 from meshtrain.monitor.divergence import LossMonitor
 from meshtrain.monitor.writer import Units, Writer, finite, units_of
@@ -40,6 +42,7 @@ class Run:
     data: Any  # a Source, or the caller's iterable
     # None without held-out data, see `evaluate`.
     heldout_metrics: Callable[[TrainState], dict[str, float | None] | None] | None
+    task_metrics: tasks.TaskMetrics | None  # None without eval.tasks
     folder: Path | None  # of the workdir on this host
     writer: Writer
     saver: Saver | None  # None without a workdir
@@ -62,16 +65,24 @@ class Run:
             return False
         return distributed.broadcast(self.saver.wait_for_newest() is not None)
 
-    def evaluate(self, state: TrainState) -> dict[str, float | None] | None:
-        """Returns the metrics of the held-out data by name; {} without such data.
+    def evaluate(
+        self, state: TrainState, *, heldout: bool = True, tasks: bool = True
+    ) -> dict[str, float | None] | None:
+        """Returns the metrics of the held-out data and of the tasks by name; {} without both.
 
         A metric is None if the held-out data has no weight. Returns None if the run is asked to
         stop meanwhile.
         """
-        if self.heldout_metrics is None:
-            return {}
-        with console.progress("evaluating", 0, stream="stdout"):
-            return self.heldout_metrics(state)
+        metrics: dict[str, float | None] = {}
+        for is_asked, measure in ((heldout, self.heldout_metrics), (tasks, self.task_metrics)):
+            if not is_asked or measure is None:
+                continue
+            with console.progress("evaluating", 0, stream="stdout"):
+                found = measure(state)
+            if found is None:
+                return None
+            metrics |= found
+        return metrics
 
     def manifest_fields(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         """Returns what the manifest of a checkpoint records besides the state."""
@@ -95,6 +106,7 @@ def open_run(
     num_rows: int | None = None,
     eval_data: Source | Iterable[Any] | None = None,
     from_scratch: bool = False,
+    trust_code: bool = False,
     on_metrics: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Run, TrainState]:
     """Returns the open run and its first state, restored or initialised.
@@ -105,7 +117,8 @@ def open_run(
     """
     # ---- check and build, on all processes or on none; no computation, no file is touched ----
     with distributed.raise_on_all_processes():
-        checks.check_place(workdir, cfg, sinks.sink_faults(cfg, workdir))
+        faults = [*sinks.sink_faults(cfg, workdir), *convert.export_faults(cfg, workdir)]
+        checks.check_place(workdir, cfg, faults)
         with console.progress("opening model and data", 0, stream="stdout"):
             parts = build(cfg, model=model, data=data)
         given_cfg = cfg
@@ -144,6 +157,14 @@ def open_run(
         stop_requested=stop_requested,
         check=program.model.check_batch,
     )
+    with distributed.raise_on_all_processes():
+        task_metrics = tasks.make_task_metrics(
+            cfg,
+            program,
+            folder,
+            stop_requested=stop_requested,
+            trust_code=trust_code,
+        )
 
     # ---- the newest valid checkpoint: each device reads its own shards ----
     clock.enter("restore")
@@ -184,15 +205,7 @@ def open_run(
         config_record = cfg.to_dict()
         saver.resume_with(config_record, saved)
     # Where the parameters of a new run come from is checked now, before anything is compiled.
-    find_init_source = functools.partial(
-        initial.find_source,
-        cfg.checkpoint,
-        identity,
-        program.abstract_state.params,
-        adapter=cfg.adapter,
-        log=writer.log,
-    )
-    init_source = None if saved else find_init_source()
+    init_state = None if saved else _state_initializer(cfg, program, identity, writer)
     loss_monitor = LossMonitor(
         cfg.divergence,
         saved.loss_statistics if saved else {},
@@ -250,20 +263,10 @@ def open_run(
         writer.progress(f"restored step {first_step} from {folder}")
         if line := memory.missed_profile(cfg, first_step, folder):
             writer.log(line)
-    if state is None:
-        load = None
-        if init_source:
-            load = functools.partial(
-                initial.load_params,
-                source=init_source,
-                only=cfg.checkpoint.init_only,
-                look_again=find_init_source,
-                adapter=cfg.adapter,
-                event=writer.event,
-                log=writer.progress,
-            )
+    if init_state is not None:
         with console.progress("initialising the state", 0, stream="stdout"):
-            state = program.initial_state(cfg.train.seed, load)
+            state = init_state()
+    assert state is not None  # restored, or initialised
     for warning in warnings.rounding_warnings(cfg, parts.model, state.params):
         writer.warn(warning.text, warning.fields)
     if folder and is_leader:
@@ -277,6 +280,7 @@ def open_run(
         program=program,
         data=train_data,
         heldout_metrics=heldout_metrics,
+        task_metrics=task_metrics,
         folder=folder,
         writer=writer,
         saver=saver,
@@ -296,6 +300,67 @@ def open_run(
         first_step=first_step,
     )
     return run, state
+
+
+def _state_initializer(
+    cfg: Config, program: Program, identity: Mapping[str, str], writer: Writer
+) -> Callable[[], TrainState]:
+    """Returns the function that makes the first state of a new run.
+
+    Its parameters are random, those of another run or of a Hugging Face folder, and those of an
+    adapter. Raises ConfigError if these do not fit; nothing of the arrays is read yet.
+    """
+    params = program.abstract_state.params
+    # An adapter of that run is merged if this run begins with another one.
+    own_adapter = replace(cfg.adapter, rank=0) if cfg.adapter.init_from else cfg.adapter
+    loads: list[Callable[[Params], Params]] = []
+    is_loaded = None
+    folder = start.find(cfg, identity, params, log=writer.log)
+    if folder:
+        is_loaded = folder.has
+        loads.append(
+            functools.partial(
+                start.load_params, start=folder, event=writer.event, log=writer.progress
+            )
+        )
+    else:
+        find_source = functools.partial(
+            initial.find_source,
+            cfg.checkpoint,
+            identity,
+            params,
+            adapter=own_adapter,
+            log=writer.log,
+        )
+        if source := find_source():
+            loads.append(
+                functools.partial(
+                    initial.load_params,
+                    source=source,
+                    only=cfg.checkpoint.init_only,
+                    look_again=find_source,
+                    adapter=own_adapter,
+                    event=writer.event,
+                    log=writer.progress,
+                )
+            )
+    if cfg.adapter.init_from:
+        loads.append(
+            functools.partial(
+                peft_reader.load_params, cfg=cfg, event=writer.event, log=writer.progress
+            )
+        )
+
+    def load(params: Params) -> Params:
+        for one in loads:
+            params = one(params)
+        return params
+
+    return lambda: program.initial_state(
+        cfg.train.seed,
+        load if loads else None,
+        is_loaded=is_loaded,
+    )
 
 
 def _any_asked_to_stop(stop: threading.Event, clock: progress.Clock) -> bool:

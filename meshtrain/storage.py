@@ -22,11 +22,12 @@ from meshtrain import object_store
 # What a workdir holds, on either kind of place.
 CHECKPOINTS, LOGS, LOCK = "checkpoints", "logs", "LOCK"
 MEMORY = "memory"  # profiles of the memory of devices
+MODELS = "model"  # exports, see checkpoint/export.py
 
 MANIFEST = "MANIFEST.json"  # in a checkpoint; one without it is an unfinished save
 
 # What a run itself writes and removes in its workdir.
-RUN_FOLDERS = (CHECKPOINTS, "tokenizer", "config_history", LOGS, MEMORY)
+RUN_FOLDERS = (CHECKPOINTS, "tokenizer", "config_history", LOGS, MEMORY, MODELS)
 
 Spec = dict[str, Any]  # of TensorStore
 

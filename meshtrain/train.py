@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from meshtrain.data import map_dataset
 from meshtrain.data.loader import peek, rows_of_epoch
 from meshtrain.data.source import Batch, Source
 from meshtrain.errors import EXIT_PREEMPTED
+from meshtrain.huggingface import peft_reader
 from meshtrain.models.base import Model, check_model
 from meshtrain.monitor import cell, summary
 from meshtrain.monitor.writer import finite
@@ -56,6 +58,7 @@ def train(
     data: Source | Iterable[Any] | None = None,
     eval_data: Source | Iterable[Any] | None = None,
     from_scratch: bool = False,
+    trust_code: bool = False,
     on_metrics: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
     """Trains a model, or resumes from the newest valid checkpoint in `workdir`.
@@ -64,7 +67,8 @@ def train(
     `from_scratch`. `model` and `data` replace those that the config names; an iterable yields
     global batches (see `data.loader.from_iterable`), and a grain.MapDataset is read by index (see
     `data.map_dataset`). Without `workdir` nothing is saved. On process
-    0 `on_metrics` gets the rows of metrics.jsonl. Raises ConfigError for mistakes of the user;
+    0 `on_metrics` gets the rows of metrics.jsonl. With `trust_code` the tasks of `eval.tasks` may
+    run code that their files name. Raises ConfigError for mistakes of the user;
     FloatingPointError after `divergence.max_skips` steps in a row whose loss or gradient is not
     finite; `health.CorruptState` if replicas of the state differ.
     """
@@ -93,6 +97,7 @@ def train(
                 num_rows=num_rows,
                 eval_data=eval_data,
                 from_scratch=from_scratch,
+                trust_code=trust_code,
                 on_metrics=on_metrics,
             )
         )
@@ -121,6 +126,7 @@ def _resolve(
         if not is_per_process:
             num_rows = rows_of_epoch(data, batch)
         cfg = cfg.of_own_data(seq_len=batch.tokens.shape[1] if isinstance(batch, Batch) else None)
+    cfg = peft_reader.with_settings(cfg)
     if cfg.mesh.auto:
         # Loaded when it is used: training starts without the planner.
         from meshtrain.tools.plan import auto
@@ -161,6 +167,9 @@ def _train(run: Run, state: TrainState) -> Result:
     # After a spike nothing is saved: the run resumes from the checkpoint before it.
     if run.saver and not run.waits_for_rollback():
         run.saver.finish(step, state, **run.manifest_fields(evaluation))
+        if is_finished:
+            # An export has no time limit, so the phase begins again and again.
+            run.saver.export_last(while_waiting=functools.partial(clock.enter, "save"))
     # After the save, which an error of the user's on_metrics must not prevent.
     if evaluation:
         writer.final_evaluation(step, evaluation)
@@ -210,11 +219,13 @@ def _loop(
         is_stopping, save_due = distributed.broadcast((run.stop_requested(), save_due))
         is_last = step >= cfg.train.steps
         eval_due = not is_last and cfg.eval.every > 0 and step > 0 and step % cfg.eval.every == 0
+        tasks_every = cfg.eval.tasks_every
+        tasks_due = not is_last and tasks_every > 0 and step > 0 and step % tasks_every == 0
         # Skipped steps have not changed the parameters: they are worth saving.
         is_ending = is_stopping or is_last or run.loss_monitor.failure is not None
         check_due = run.replica_check.due(step, saving=save_due or is_ending)
         profile_due = step == cfg.monitor.memory_profile_step and step > run.first_step
-        if is_ending or eval_due or save_due or check_due or profile_due:
+        if is_ending or eval_due or tasks_due or save_due or check_due or profile_due:
             writer.flush()
             if run.loss_monitor.failure is not None and not is_ending:
                 continue  # decide again, now that the last step is known to be one skip too many
@@ -235,9 +246,9 @@ def _loop(
             if is_ending:
                 return state, step
             evaluation: dict[str, float | None] | None = {}
-            if eval_due:
+            if eval_due or tasks_due:
                 clock.enter("eval")
-                evaluation = run.evaluate(state)
+                evaluation = run.evaluate(state, heldout=eval_due, tasks=tasks_due)
                 if evaluation is None:
                     continue  # decide again: the run is asked to stop
                 if saver is not None:
@@ -257,7 +268,7 @@ def _loop(
         clock.enter("step", step)
         state, scalars = train_step(state, batch)
         is_final_step = step + 1 == cfg.train.steps
-        row_due = step % cfg.train.log_every == 0 or eval_due or is_final_step
+        row_due = step % cfg.train.log_every == 0 or eval_due or tasks_due or is_final_step
         # Writes the scalars of the previous step, while the device computes this one.
         writer.step(
             step,

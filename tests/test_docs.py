@@ -182,6 +182,8 @@ FIRST_PAGES = ("README.md", "docs/start.md")
     ],
 )
 def test_the_commands_of_a_page_run(page, tmp_path):
+    if page == "docs/guides/evaluate.md":
+        pytest.importorskip("lm_eval", reason="needs the extra `evals`")
     run_page(page, tmp_path, slow=False)
 
 

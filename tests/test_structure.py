@@ -35,8 +35,7 @@ configs config hardware
 cluster supervise parallel
 data ops optim models
 state grads pipeline step
-checkpoint monitor program run train
-inference huggingface
+checkpoint huggingface monitor program inference run train
 tools
 cli __main__ main
 """.split()

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -178,6 +178,7 @@ def read_valid(
     read: Callable[[Path, Manifest], T],
     *,
     log: Callable[[str], None] = print,
+    verify: Callable[[Path], Manifest] = manifest.verify,
 ) -> T:
     """Returns `read(directory, manifest)` of the checkpoint that `find_valid` finds.
 
@@ -185,7 +186,7 @@ def read_valid(
     ConfigError, also if the checkpoint is damaged.
     """
     for _ in range(MAX_LOOKS):
-        directory, saved = find_valid(path, log=log)
+        directory, saved = find_valid(path, log=log, verify=verify)
         try:
             return read(directory, saved)
         except (CorruptCheckpoint, ConfigError, OSError) as error:
@@ -199,8 +200,10 @@ def read_valid(
 # ---- which to keep ----
 
 
-def remove_old_checkpoints(folder: Path, settings: CheckpointConfig) -> None:
-    """Removes the checkpoints that the settings do not keep."""
+def remove_old_checkpoints(
+    folder: Path, settings: CheckpointConfig, *, kept: Collection[int] = ()
+) -> None:
+    """Removes the checkpoints that the settings do not keep, but for the steps in `kept`."""
     checkpoints = []
     for step in steps(folder):
         try:
@@ -215,7 +218,7 @@ def remove_old_checkpoints(folder: Path, settings: CheckpointConfig) -> None:
         best_by=settings.best_by,
     )
     for checkpoint in checkpoints:
-        if checkpoint.step not in kept_steps:
+        if checkpoint.step not in kept_steps and checkpoint.step not in kept:
             with contextlib.suppress(OSError):  # the next save tries again
                 remove(folder / str(checkpoint.step))
 

@@ -60,7 +60,10 @@ def find_source(
     try:
         with distributed.raise_on_all_processes():
             path = find.download_metadata(Path(settings.init_from))
-            load.reject_huggingface(path)
+            if load.is_huggingface(path):  # one on a disk is read by huggingface/start.py
+                raise ConfigError(
+                    f"{path}: is a Hugging Face folder on an object store; copy it to a disk"
+                )
         directory = path / distributed.on_first_process(choose)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.init_from={error}") from error
@@ -136,8 +139,7 @@ def _load_params(
                 mesh = jax.tree.leaves(params)[0].sharding.mesh
                 paths = _factor_paths(layers)
                 factors = arrays.read_replicated(directory, saved.arrays, paths, mesh, agree=_agree)
-                scale = source.alpha / source.rank
-                params = add_updates(params, factors, layers, scale=scale)
+                params = add_updates(params, factors, layers, scale=source.scale)
     except CorruptCheckpoint as error:
         raise ConfigError(f"{directory}: {error}; use another checkpoint") from error
 
@@ -231,7 +233,7 @@ def _comparable(saved: Manifest, own: "_Adapter") -> Mapping[str, str]:
 
 def _adapter_of_run(params: Params, adapter: AdapterConfig) -> "_Adapter":
     paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
-    return _Adapter(adapter.rank, adapter.alpha, frozenset(adapted_layers(paths)))
+    return _Adapter(adapter.rank, adapter.alpha, adapter.rslora, frozenset(adapted_layers(paths)))
 
 
 def _factor_paths(layers: Iterable[str]) -> list[str]:
@@ -243,7 +245,12 @@ class _Adapter(NamedTuple):
 
     rank: int
     alpha: float
+    rslora: bool
     layers: frozenset[str]
+
+    @property
+    def scale(self) -> float:
+        return AdapterConfig(rank=self.rank, alpha=self.alpha, rslora=self.rslora).scale
 
 
 def _adapter_of(saved: Manifest) -> _Adapter | None:
@@ -252,4 +259,5 @@ def _adapter_of(saved: Manifest) -> _Adapter | None:
     if not settings.get("rank"):
         return None
     layers = adapted_layers(arrays.saved_params(saved.arrays))
-    return _Adapter(settings["rank"], settings["alpha"], frozenset(layers))
+    rslora = settings.get("rslora", False)
+    return _Adapter(settings["rank"], settings["alpha"], rslora, frozenset(layers))

@@ -9,13 +9,14 @@ from typing import Any
 
 from meshtrain import foreign, storage
 from meshtrain.checkpoint.find import workdir_of
-from meshtrain.config import paths
+from meshtrain.config import load, paths
 from meshtrain.data import prepared, tokenizer
 from meshtrain.data.remote import local_folder
 from meshtrain.errors import ConfigError
 
 FOLDER = "tokenizer"  # in a workdir
 HUGGINGFACE_CONFIG = "huggingface.json"  # the config.json of a folder that was converted
+HUGGINGFACE_NAME = "config.json"  # its name in that folder
 GENERATION_CONFIG = "generation_config.json"
 
 # Of a Hugging Face folder, besides its weights and config.json.
@@ -39,12 +40,15 @@ def folders(workdir: Path, config: Mapping[str, Any]) -> list[Path]:
     return [workdir / FOLDER, workdir, *_sources(config)]
 
 
-def imported_config(folders: Iterable[Path]) -> Path | None:
+def imported_config(workdir: Path, config: Mapping[str, Any]) -> Path | None:
     """Returns the config.json of the imported model that a run began with; None: of none.
 
-    `folders` are those of `folders`.
+    `workdir` may be a Hugging Face folder itself.
     """
-    files = (folder / HUGGINGFACE_CONFIG for folder in folders)
+    files = [folder / HUGGINGFACE_CONFIG for folder in folders(workdir, config)]
+    for folder in (workdir, Path(config["checkpoint"].get("init_from") or workdir)):
+        if load.is_huggingface(folder):
+            files.append(folder / HUGGINGFACE_NAME)
     return next(filter(Path.is_file, files), None)
 
 
@@ -63,8 +67,10 @@ def listed_end_tokens(folders: Sequence[Path]) -> list[int]:
 
     As in transformers, generation_config.json comes before the config.json of an imported model.
     """
-    for name in (GENERATION_CONFIG, HUGGINGFACE_CONFIG):
+    for name in (GENERATION_CONFIG, HUGGINGFACE_CONFIG, HUGGINGFACE_NAME):
         for folder in folders:
+            if name == HUGGINGFACE_NAME and not load.is_huggingface(folder):
+                continue
             if tokens := _end_tokens_in(folder / name):
                 return tokens
     return []
@@ -120,6 +126,9 @@ def copy_tokenizer(workdir: Path, config: Mapping[str, Any], known: str) -> None
             # What belongs to another tokenizer, such as ids of special tokens, is not copied.
             fitting = with_tokenizer(sources, tokenizer.digest_of(source))
             copy_files([source, *fitting], new, [*named_files, *FILES, HUGGINGFACE_CONFIG])
+            start = Path(config["checkpoint"].get("init_from") or workdir)
+            if start in fitting and load.is_huggingface(start):
+                shutil.copyfile(start / HUGGINGFACE_NAME, new / HUGGINGFACE_CONFIG)
         for path in (*new.iterdir(), new):
             storage.sync(path)
         shutil.rmtree(target, ignore_errors=True)

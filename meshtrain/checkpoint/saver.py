@@ -14,6 +14,7 @@ from typing import Any
 from meshtrain import console
 from meshtrain.checkpoint import arrays, find, manifest, resume
 from meshtrain.checkpoint.arrays import AsyncWriter
+from meshtrain.checkpoint.export import Exporter
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import CheckpointConfig
@@ -24,6 +25,7 @@ from meshtrain.storage import Workdir
 
 FIRST_WAIT, LONGEST_WAIT = 5.0, 600.0  # seconds from a failed save to the next try
 LAST_TRIES = 4  # for the save at the end of a run
+EXPORT_POLL = 0.2  # seconds between looks at the exports at the end of a run
 
 # In the messages of TensorStore: errors of the disk, and of a store; in those of other processes.
 STORAGE_ERROR = re.compile(
@@ -99,6 +101,11 @@ class Saver:
         self._retry_at = 0.0
         self._last_waits: Iterator[float] | None = None  # in `finish`: seconds between its tries
 
+        # Model folders of the checkpoints, by process 0.
+        self._exporter: Exporter | None = None
+        if settings.export and distributed.process_id() == 0:
+            self._exporter = Exporter(workdir.folder, settings, event=event, log=log)
+
     def wait_for_newest(self) -> int | None:
         """Returns the step of the newest checkpoint, restored or saved, after a save in progress.
 
@@ -173,6 +180,8 @@ class Saver:
         # After the loop, which may find more corrupt checkpoints. If none is valid, `recover` has
         # raised, and they stay where they are.
         distributed.on_first_process(self._quarantine_corrupt)
+        if self._exporter:
+            self._exporter.catch_up(find.steps(self._folder))
         if saved is None or state is None:
             return None, None
         return saved, state
@@ -310,6 +319,8 @@ class Saver:
         every, minutes = self._settings.every, self._settings.every_minutes
         if every > 0 and step % every == 0 and step > start:
             return True
+        if self._exporter and self._exporter.due(step) and step > start:
+            return True
         return minutes > 0 and now - self._saved_at >= 60 * minutes
 
     def save(self, step: int, state: TrainState, **fields: Any) -> None:
@@ -377,7 +388,8 @@ class Saver:
                 pending.manifest = manifest.commit(self._folder, pending.step, **fields)
             pending.seconds = time.perf_counter() - pending.began
             if pending.manifest:
-                find.remove_old_checkpoints(self._folder, self._settings)
+                kept = self._exporter.waiting() if self._exporter else []
+                find.remove_old_checkpoints(self._folder, self._settings, kept=kept)
         except Exception as error:  # noqa: BLE001  logged by `_handle_finished_save`, in the main thread
             pending.error = error
 
@@ -388,6 +400,8 @@ class Saver:
 
     def _handle_finished_save(self) -> None:
         """Records the outcome of a save that has ended, and sets the time of the next try."""
+        if self._exporter:
+            self._exporter.report()
         pending = self._pending
         if pending is None or (self._thread and self._thread.is_alive()):
             return
@@ -403,6 +417,8 @@ class Saver:
                 blocked_seconds=pending.blocked,
                 seconds=pending.seconds,
             )
+            if self._exporter and self._exporter.due(pending.step):
+                self._exporter.add(pending.step)
             return
         if distributed.process_id() == 0:
             with contextlib.suppress(OSError):  # the next start removes it
@@ -456,8 +472,29 @@ class Saver:
             f"see events.jsonl; {remedy}: the run resumes from the newest checkpoint"
         )
 
+    def export_last(self, *, while_waiting: Callable[[], None]) -> None:
+        """Exports the newest checkpoint, and waits until all exports have ended.
+
+        All processes call it, and `while_waiting` a few times a second.
+        """
+        if not self._settings.export:
+            return
+        self._wait()
+        if self._exporter and self._newest_step >= 0:
+            self._exporter.add_missing(self._newest_step)
+        with console.progress("exporting", 0, stream="stdout"):
+            # In short waits, so that no other process waits longer for an answer of process 0.
+            while distributed.broadcast(bool(self._exporter and self._exporter.waiting())):
+                while_waiting()
+                time.sleep(EXPORT_POLL)
+        self._handle_finished_save()
+        if self._exporter:  # those that waited for their export
+            find.remove_old_checkpoints(self._folder, self._settings)
+
     def close(self) -> None:
         self._wait()
+        if self._exporter:
+            self._exporter.close()
         self._arrays.close()
 
 

@@ -129,7 +129,8 @@ def _add_config_flags(flags: Parser, *, is_required: bool) -> None:
         required=is_required,
         metavar="FILE",
         help="a Python file with get_config(), the name of a config of the package, such as "
-        "quickstart, a YAML file, or a run's config.json",
+        "quickstart, a YAML file, a run's config.json, or a Hugging Face folder, whose model and "
+        "parameters a run begins with",
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of the config")
     _add_common_flags(flags)
@@ -141,7 +142,8 @@ def _add_run_flags(flags: Parser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="folder of a run, or of one checkpoint: WORKDIR/checkpoints/STEP",
+        help="folder of a run, of one checkpoint: WORKDIR/checkpoints/STEP, or of a Hugging Face "
+        "model",
     )
     flags.add_argument("--config.KEY", metavar="VALUE", dest="_", help="set a key of its config")
     _add_common_flags(flags)
@@ -177,9 +179,11 @@ def _read_config(
     args, overrides = flags.parse_known_args(argv)
     config, faults = None, []
     if args.config is not None:
+        path, change = source_of_config(args.config)
         config, faults = load.read(
-            args.config,
+            path,
             overrides,
+            change=change,
             trust_code=args.trust_code,
             known=flags.known(),
             environ=os.environ,
@@ -232,6 +236,20 @@ def _read_config(
 
             cfg = parse_for(jax.device_count(), distributed.num_processes())
     return args, cfg
+
+
+def source_of_config(path: str) -> tuple[str, Callable[[Any], None]]:
+    """Returns what --config names as a file to read, and the change of its config.
+
+    A Hugging Face folder stands for the default config with its model and its parameters.
+    """
+    folder = Path(os.path.expanduser(path))
+    folder = folder.parent if folder.name == "config.json" else folder
+    if not load.is_huggingface(folder):
+        return path, lambda config: None
+    from meshtrain.huggingface import start
+
+    return "default", lambda config: start.set_model(config, folder)
 
 
 def _missing_objects(cfg: Config) -> list[str]:
@@ -287,22 +305,25 @@ def _read_run(flags: Parser, argv: list[str]) -> tuple[argparse.Namespace, Confi
     if not file.is_file():
         raise ConfigError(
             f"--workdir={args.workdir}: not a run (config.json is missing); give the workdir of a "
-            "run"
+            "run, or a Hugging Face folder"
         )
-    try:
-        load.reject_huggingface(file.parent)
-    except ConfigError as error:
-        raise ConfigError(f"--workdir={error}") from error
     with console.progress("starting the devices", 0):
         from meshtrain.cluster import distributed, runtime
 
         runtime.start(args)
     import jax
 
+    def change(config: Any) -> None:
+        if load.is_huggingface(file.parent):
+            from meshtrain.huggingface import start
+
+            start.set_stored_model(config, file.parent)
+        _use_all_devices(config)
+
     config, faults = load.read(
-        str(file),
+        "default" if load.is_huggingface(file.parent) else str(file),
         overrides,
-        change=_use_all_devices,
+        change=change,
         trust_code=args.trust_code,
         known=flags.known(),
     )
@@ -321,7 +342,7 @@ def _add_common_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--trust_code",
         action="store_true",
-        help="run functions outside meshtrain that a config.json or a YAML file names",
+        help="run functions outside meshtrain that a config.json, a YAML file or a task names",
     )
     environment.add_flags(flags)
 

@@ -6,6 +6,8 @@
                                          the same for a model on the Hugging Face hub, such as
                                          HuggingFaceTB/SmolLM2-135M
   meshtrain convert WORKDIR HF_FOLDER    WORKDIR, or one checkpoint: WORKDIR/checkpoints/STEP
+  meshtrain convert SOURCE FILE.gguf     WORKDIR, a checkpoint or a Hugging Face folder, for
+                                         llama.cpp (needs the extra gguf)
   meshtrain convert WORKDIR FOLDER --adapter
                                          only the adapter of a run with adapter.rank, as PEFT
                                          stores it
@@ -28,7 +30,9 @@ from meshtrain.errors import ConfigError
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("source", type=_path, metavar="SOURCE", help="folder to convert")
-    flags.add_argument("target", type=Path, metavar="TARGET", help="new folder")
+    flags.add_argument(
+        "target", type=Path, metavar="TARGET", help="new folder, or new file with the suffix .gguf"
+    )
     flags.add_argument(
         "--download",
         action="store_true",
@@ -76,11 +80,12 @@ def run(args: argparse.Namespace) -> int:
         # config.json comes first: an unsupported model is rejected before its weights are fetched.
         args.source = hub.download(name, ["config.json"], required="config.json", advised=hub.MODEL)
     from meshtrain.huggingface import convert, weights
+    from meshtrain.inference import chat
 
     if args.download:
         weights.model_section(args.source)
         args.source = hub.download(name, hub.MODEL, required="model*.safetensors")
-    return convert.run(args)
+    return convert.run(args, ends_of_replies=chat.ends_of_replies)
 
 
 def _check_flags(args: argparse.Namespace) -> None:

@@ -57,7 +57,12 @@ def run(args: argparse.Namespace, cfg: Config) -> int:
 
     try:
         with console.quiet(args.quiet):
-            result = train(cfg, workdir=args.workdir, from_scratch=args.from_scratch)
+            result = train(
+                cfg,
+                workdir=args.workdir,
+                from_scratch=args.from_scratch,
+                trust_code=args.trust_code,
+            )
     except FloatingPointError as error:
         console.say(str(error), stream="stderr")
         return EXIT_NOT_FINITE

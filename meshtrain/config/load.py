@@ -129,16 +129,14 @@ def _without_replacements(config: ConfigDict, overrides: Iterable[str]) -> list[
     ]
 
 
-def reject_huggingface(folder: Path) -> None:
-    """Raises ConfigError if a folder's config.json was written by Hugging Face transformers."""
+def is_huggingface(folder: Path) -> bool:
+    """Returns whether a folder's config.json was written by Hugging Face transformers."""
     try:
-        found = "architectures" in foreign.read_json(folder / "config.json")
+        config = foreign.read_json(folder / "config.json")
     except (OSError, ValueError):
-        return
-    if found:
-        raise ConfigError(
-            f"{folder} is a Hugging Face folder; convert it first: meshtrain convert FOLDER WORKDIR"
-        )
+        return False
+    # The config.json of a run has sections.
+    return isinstance(config, dict) and ("architectures" in config or "model_type" in config)
 
 
 def _read_file(path: str, trust_code: bool) -> ConfigDict:
@@ -241,7 +239,8 @@ ADDED_SECTIONS = ("context", "expert", "sync", "adapter", "monitor")
 ADDED_KEYS = {
     "train": ("epochs", "batch_per_device", "kernels", "trainable"),
     "data": ("per_process",),
-    "adapter": ("dropout",),
+    "checkpoint": ("export", "export_every"),
+    "adapter": ("dropout", "rslora", "experts", "init_from"),
 }
 
 

@@ -34,13 +34,13 @@ def _as_tuples(value: Any) -> Any:
 
 
 def _with_changed_paths(raw: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Returns the sections with `change(path)` for the paths of data and checkpoints."""
+    """Returns the sections with `change(path)` for the paths of data, checkpoints and tasks."""
 
     def change_local(path: str) -> str:
         return path if "://" in path else change(path)
 
     changed = dict(raw)
-    for name in ("data", "checkpoint"):
+    for name in ("data", "checkpoint", "adapter", "eval"):
         section = raw.get(name)
         if isinstance(section, Mapping):
             changed[name] = {

@@ -151,6 +151,17 @@ class AdapterConfig:
     alpha: float = 16.0
     targets: tuple = ("layers/*",)
     dropout: float = 0.0
+    rslora: bool = False
+    experts: bool = False
+    init_from: str = ""
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor of A B: alpha / rank (arXiv 2106.09685), or alpha / sqrt(rank).
+
+        The latter is rsLoRA (arXiv 2312.03732).
+        """
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 # From the slowest links to the fastest: neighbours along `tensor` exchange the most data.
@@ -165,6 +176,7 @@ KEEP = ("inputs", "residuals")
 CONTEXT_METHODS = ("auto", "ring", "gather", "ulysses")
 EXPERT_METHODS = ("auto", "gather", "dispatch")
 EXPERT_KERNELS = ("auto", "batched", "grouped")
+EXPORTS = ("", "hf")
 
 
 def _raise(faults: list[str]) -> None:
@@ -358,13 +370,32 @@ class OptimConfig:
         _raise(faults)
 
 
+TASK_PREFIX = "eval/"  # metrics.jsonl has the metrics of tasks as eval/TASK/METRIC
+
+
 @dataclass(frozen=True)
 class EvalConfig:
     every: int
     batches: int
+    stride: int = 0
+    tasks: str = ""
+    tasks_every: int = 0
+    tasks_path: str = ""
+    tasks_limit: float = 0.0
+    tasks_fewshot: int = -1
+    tasks_chat_template: bool = False
 
     def __post_init__(self):
-        _raise(minimum_faults(0, {"eval.every": self.every, "eval.batches": self.batches}))
+        counts = ("every", "batches", "stride", "tasks_every", "tasks_limit")
+        faults = minimum_faults(0, {f"eval.{key}": getattr(self, key) for key in counts})
+        faults += minimum_faults(-1, {"eval.tasks_fewshot": self.tasks_fewshot})
+        if self.tasks and not all(self.tasks.split(",")):
+            faults.append(f"eval.tasks={self.tasks}: use names, with commas between")
+        if self.tasks_every and not self.tasks:
+            faults.append(
+                f"eval.tasks_every={self.tasks_every}: there are no tasks; set eval.tasks=NAMES"
+            )
+        _raise(faults)
 
 
 @dataclass(frozen=True)
@@ -379,11 +410,20 @@ class CheckpointConfig:
     allow_change: str
     init_from: str
     init_only: str
+    export: str = ""
+    export_every: int = 0
 
     def __post_init__(self):
-        counts = ("every", "every_minutes", "keep_every", "keep_best")
+        counts = ("every", "every_minutes", "keep_every", "keep_best", "export_every")
         faults = minimum_faults(0, {f"checkpoint.{key}": getattr(self, key) for key in counts})
         faults += minimum_faults(1, {"checkpoint.keep_last": self.keep_last})
+        if self.export not in EXPORTS:
+            faults.append(f"checkpoint.export={self.export!r}: use hf, or nothing for no export")
+        if self.export_every and not self.export:
+            faults.append(
+                f"checkpoint.export_every={self.export_every}: nothing is exported; set "
+                "checkpoint.export=hf"
+            )
         if not all(self.init_only.split(",")):
             faults.append(
                 f"checkpoint.init_only={self.init_only!r}: use patterns such as "

@@ -365,15 +365,37 @@ def get_config() -> ConfigDict:
     config.adapter = adapter = Section()
     adapter.rank = 0  # rank of the update A B of the kernels of linear layers; 0: no adapter
     adapter.alpha = 16.0  # the update is multiplied by alpha / rank
+    # whether it is multiplied by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)
+    adapter.rslora = False
     # patterns of the linear layers that get an update, such as ("layers/attention/query",
     # "layers/attention/value")
     adapter.targets = ("layers/*",)
+    # whether the kernels of routed experts that adapter.targets match get an update too, one for
+    # each expert
+    adapter.experts = False
     adapter.dropout = 0.0  # probability of dropout of the input of A, in training only
+    # folder of an adapter in the layout of PEFT, with which a new run begins; with adapter.rank=0
+    # also rank, alpha, rslora, dropout, targets and experts are those of the folder; "": none
+    adapter.init_from = ""
 
     config.eval = evaluation = Section()
     evaluation.every = 0  # steps between evaluations; 0: only at the end
     # batches per evaluation, global_batch held-out sequences each; 0: no evaluation
     evaluation.batches = 8
+    # tokens between the beginnings of two held-out windows, fewer than data.seq_len:
+    # windows overlap, each token counts once, also in the last partial window; 0: windows do not
+    # overlap, and the last partial one does not count
+    evaluation.stride = 0
+    # tasks of lm-evaluation-harness, groups and tags of them, or YAML files, separated by commas,
+    # as `meshtrain evaluate --tasks` has them; needs the extra `evals`; "": none
+    evaluation.tasks = ""
+    evaluation.tasks_every = 0  # steps between evaluations of the tasks; 0: only at the end
+    evaluation.tasks_path = ""  # folder with tasks of your own in YAML files; "": none
+    # questions of each task: the first N, or below 1 this share of them; 0: all
+    evaluation.tasks_limit = 0.0
+    evaluation.tasks_fewshot = -1  # examples in front of each question; -1: as the task says
+    # whether questions and examples are written as messages, by the tokenizer's chat template
+    evaluation.tasks_chat_template = False
 
     config.checkpoint = checkpoint = Section()
     checkpoint.every = 0  # steps between saves; 0: only at the end
@@ -391,12 +413,17 @@ def get_config() -> ConfigDict:
     # keys, separated by commas, that may change when a run resumes although they define the model,
     # the data or the tokenizer, such as "model.rope_theta,data,tokenizer"
     checkpoint.allow_change = ""
-    # workdir of another run, or one of its checkpoints, from which a new run takes its parameters;
-    # "": none
+    # workdir of another run, one of its checkpoints, or a Hugging Face folder, from which a new run
+    # takes its parameters; "": none
     checkpoint.init_from = ""
     # patterns, separated by commas, of the parameters to take from init_from, such as
     # "layers/*,tokens/*"; all others are initialized
     checkpoint.init_only = "*"
+    # format in which the run also writes its model to WORKDIR/model/STEP, in the background: "hf",
+    # a Hugging Face folder; "": none. At the end of the run, and after every export_every steps
+    checkpoint.export = ""
+    # steps between exports, each of which needs a checkpoint and saves one; 0: only at the end
+    checkpoint.export_every = 0
 
     config.divergence = divergence = Section()
     # limit of consecutive steps whose loss or gradient is not finite: each is skipped, and at the

@@ -150,6 +150,7 @@ def build(
     description = source.description.replace(" documents,", " conversations,", 1)
     return dataclasses.replace(
         source,
+        strided=None,  # it would not know what is learned
         read=read,
         description=f"{description}, {share:.2%} of the tokens learned",
         warnings=[*loaded.warnings, *_length_warnings(starts, packing, seq_len)],

@@ -25,6 +25,8 @@ class Batch(NamedTuple):
     # (B,) int32, which no dataset yields: in generation, the positions before a row's first token.
     # Its sequences are in the order of positions on every mesh.
     num_pads: Any = None
+    # (B, 2 + C) int32, which no dataset yields: what inference/scores.py asks of each row.
+    questions: Any = None
 
 
 class Phase(NamedTuple):
@@ -91,6 +93,9 @@ class Source:
     phases: Sequence[Phase] = ()  # checkpoints record them
     # Returns what is read of each data set of a mixture from one sample up to another.
     parts: Callable[[int, int], Sequence[Part]] | None = None
+    # Returns the same data in windows that begin so many tokens apart: see `with_stride`. None: its
+    # rows are no windows of a stream.
+    strided: Callable[[int], "Source"] | None = None
 
 
 def check_sizes(seq_len: int, vocab_size: int, seed: int, separator: int = -1) -> None:
@@ -104,6 +109,22 @@ def check_sizes(seq_len: int, vocab_size: int, seed: int, separator: int = -1) -
         )
     if faults:
         raise ConfigError(*faults)
+
+
+def with_stride(source: Source, stride: int) -> Source:
+    """Returns the data in windows that begin `stride` tokens apart; 0: as it is.
+
+    They overlap, and each token but the first of the stream counts once, with as much context as
+    possible. Raises ConfigError for data that is no stream of tokens, or windows without overlap.
+    """
+    if not stride:
+        return source
+    if source.strided is None:
+        raise ConfigError(
+            f"eval.stride={stride}: this data is no stream of tokens; set eval.stride=0, or use "
+            f"data.build=meshtrain.data.tokens:build with data.packing=windows and one data.path"
+        )
+    return source.strided(stride)
 
 
 def to_batch(rows: np.ndarray, separator: int = -1) -> Batch:

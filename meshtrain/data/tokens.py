@@ -451,11 +451,12 @@ def split_source(
     number: int = 0,
     shuffle_documents: bool = False,
     baseline: float | None = None,
+    stride: int = 0,
 ) -> Source:
     """Returns the source of the rows of a split, which is source `number` of a mixture.
 
-    `baseline` is that of a Source; without it, it is estimated from the first tokens. The other
-    settings are those of `build`.
+    `baseline` is that of a Source; without it, it is estimated from the first tokens. `stride` is
+    that of `with_stride`. The other settings are those of `build`.
     """
 
     # Each source of a mixture has orders of its own. Else sources of the same size, perhaps the
@@ -463,7 +464,9 @@ def split_source(
     def order_key(epoch: int) -> int:
         return _shuffle_key(seed, epoch, 2 * number)
 
-    if packing == "best_fit":
+    if stride:
+        rows = _strided_rows(split, seq_len, vocab_size, order_key, stride)
+    elif packing == "best_fit":
         rows = _packed_rows(split, seq_len, vocab_size, order_key)
     else:
         document_order = None
@@ -482,6 +485,20 @@ def split_source(
     added_bytes = None
     if corpus.tokenizer_folder:
         added_bytes = functools.partial(tokenizer.added_bytes, corpus.tokenizer_folder)
+
+    def strided(stride: int) -> Source:
+        return split_source(
+            split,
+            packing,
+            separator=separator,
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            seed=seed,
+            number=number,
+            baseline=baseline,
+            stride=stride,
+        )
+
     return Source(
         lambda indices: split_documents(rows.read(indices), separator),
         description=f"{corpus.path}: {documents}{last - first:,} tokens, {rows.size:,} {rows.kind}",
@@ -491,6 +508,7 @@ def split_source(
         added_bytes=added_bytes,
         identity={"data": corpus.digest, "tokenizer": corpus.tokenizer},
         prefetch=rows.prefetch if corpus.is_remote else None,
+        strided=None if packing == "best_fit" else strided,
     )
 
 
@@ -558,6 +576,69 @@ def _window_rows(
             prefetch(corpus, starts, np.full_like(starts, seq_len + 1))
 
     return _Rows(read, num_windows, f"windows of {seq_len}", prefetch_windows)
+
+
+def _strided_rows(
+    split: Split,
+    seq_len: int,
+    vocab_size: int,
+    order_key: Callable[[int], int],
+    stride: int,
+) -> _Rows:
+    """Returns windows of `seq_len` tokens that begin `stride` tokens apart.
+
+    A window's targets are those of its tokens that no window before it has, so each token but the
+    first of the stream is a target once. The last window ends where the stream ends. These are the
+    windows of "Perplexity of fixed-length models" in the documentation of transformers.
+    """
+    corpus = split.corpus
+    num_tokens = split.last - split.first
+    if not 0 < stride < seq_len:
+        raise ConfigError(
+            f"eval.stride={stride}: windows have data.seq_len={seq_len} tokens, and must overlap; "
+            f"use 1 to {seq_len - 1}"
+        )
+    if num_tokens < 2:
+        raise ConfigError(
+            f"data.path={corpus.path}: {split.name} has {num_tokens} tokens, too few to predict "
+            f"one; use more text, or another data.heldout"
+        )
+    num_windows = 1 + max(0, -(-(num_tokens - seq_len) // stride))
+    order = _epoch_order(num_windows, order_key)
+    width = min(seq_len, num_tokens)
+
+    def starts_of(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where windows begin, and where their tokens are read: no later than possible."""
+        starts = split.first + stride * order(indices)
+        return starts, np.minimum(starts, split.last - width)
+
+    def read(indices: np.ndarray) -> Batch:
+        starts, read_starts = starts_of(indices)
+        read_BW = read_windows(corpus, read_starts, width, vocab_size)
+        is_start_BW = np.zeros(read_BW.shape, bool)
+        if corpus.document_starts is not None:
+            is_start_BW = is_document_start(corpus, read_starts, width)
+        # One column more than the model reads, and padding after the end of the stream.
+        columns = np.arange(seq_len + 1)[None] + (starts - read_starts)[:, None]
+        is_read = (columns < width) & (np.arange(seq_len + 1) < seq_len)[None]
+        columns = np.minimum(columns, width - 1)
+        rows = np.where(is_read, np.take_along_axis(read_BW, columns, axis=1), 0)
+        is_start = is_read & np.take_along_axis(is_start_BW, columns, axis=1)
+        if corpus.document_starts is None:
+            batch = to_batch(rows)
+        else:
+            batch = to_segmented_batch(rows, is_start)
+        # Tokens before this one are targets of the window before.
+        first_new = np.where(starts == split.first, 1, seq_len - stride)
+        is_new = np.arange(1, seq_len + 1)[None] >= first_new[:, None]
+        return batch._replace(weights=batch.weights * (is_read[:, 1:] & is_new))
+
+    def prefetch_windows(indices: np.ndarray) -> None:
+        _, read_starts = starts_of(indices)
+        prefetch(corpus, read_starts, np.full_like(read_starts, width))
+
+    kind = f"windows of {seq_len} that begin {stride} apart"
+    return _Rows(read, num_windows, kind, prefetch_windows)
 
 
 def _packed_rows(

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshtrain import console, foreign
+from meshtrain import console, foreign, object_store, storage
 from meshtrain.checkpoint import arrays, find, manifest, run_tokenizer
 from meshtrain.checkpoint.arrays import AsyncWriter
 from meshtrain.cluster import distributed, runtime
 from meshtrain.config import load as configfile
 from meshtrain.config.bind import bind
 from meshtrain.config.build import resolve
+from meshtrain.config.schema import Config
 from meshtrain.data import tokenizer
-from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, files, peft, text_files, weights
+from meshtrain.errors import ConfigError, import_optional
+from meshtrain.huggingface import (
+    config_json,
+    files,
+    gguf_file,
+    model_card,
+    peft,
+    start,
+    text_files,
+    weights,
+)
 from meshtrain.huggingface.families.base import BUILD, Section
-from meshtrain.inference import chat
 from meshtrain.models.base import ROUTER_BIAS, STATS_KEY, Model, Params, is_measured
 from meshtrain.models.lora_layer import adapted_layers
 from meshtrain.parallel import sharding
@@ -36,8 +45,13 @@ from meshtrain.parallel.mesh import make_mesh
 from meshtrain.state import TrainState, bytes_of, count
 
 
-def run(args: argparse.Namespace) -> int:
-    """Converts a folder; returns the exit code."""
+def run(
+    args: argparse.Namespace, *, ends_of_replies: Callable[[tokenizer.Tokenizer], list[int]]
+) -> int:
+    """Converts a folder; returns the exit code.
+
+    `ends_of_replies` returns the tokens that end a reply of a chat model.
+    """
     source = args.source.resolve()
     target = args.target.absolute()
     is_export = (source / find.FOLDER).is_dir() or (source / manifest.NAME).is_file()
@@ -48,15 +62,19 @@ def run(args: argparse.Namespace) -> int:
         )
     if target.parent.resolve().is_relative_to(source):
         raise ConfigError(f"{args.target}: is inside {args.source}; use a TARGET outside of it")
-    if is_export:
+    if is_export or target.suffix == gguf_file.SUFFIX:
         jax.config.update("jax_platforms", "cpu")  # an export computes nothing
     runtime.start(args)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax also logs what it raises
     if is_export and distributed.num_processes() > 1:
         raise ConfigError(f"{args.source}: an export runs in one process; start only one")
     try:
-        convert = export_folder if is_export else import_folder
-        summary = convert(source, target, args)
+        if target.suffix == gguf_file.SUFFIX:
+            summary = export_gguf(source, target, args, ends_of_replies, is_run=is_export)
+        elif is_export:
+            summary = export_folder(source, target, args, ends_of_replies)
+        else:
+            summary = import_folder(source, target, args)
     except OSError as error:
         raise ConfigError(f"{error.filename or args.target}: {error.strerror or error}") from error
     except ValueError as error:
@@ -75,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
 
 ORIGINAL = run_tokenizer.HUGGINGFACE_CONFIG
 
+BASE = "base"  # in Manifest.identity of an import: the model's name
+
 # In a workdir: the dtypes of the tensors that the run stores in another one.
 DTYPES = "huggingface_dtypes.json"
 
@@ -91,7 +111,7 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
     trained_dtypes = [
         dtype for name, dtype in dtypes.items() if not name.endswith(weights.ROUTER_BIAS)
     ]
-    dtype = stored_dtype(args.dtype, trained_dtypes)
+    dtype = start.stored_dtype(trained_dtypes, args.dtype)
     config = run_config(args.config, section, dtype)
     mesh = make_mesh(fsdp=-1)
     abstract = abstract_params(model_of(section), dtype, config["rules"], mesh)
@@ -138,42 +158,19 @@ def import_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
                 time=time.time(),
                 metrics={},
                 loss_statistics={},
-                identity={"tokenizer": tokenizer.digest_of(source)},
+                identity={"tokenizer": tokenizer.digest_of(source), BASE: start.name_of(source)},
             )
     left_out = weights.num_left_out(source)
     without = f", without {left_out} tensors of layers for further tokens" if left_out else ""
     return f"step 0, a {weights.family_in(source).architecture} in {dtype}{without}"
 
 
-def stored_dtype(flag: str | None, dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Returns the dtype of an imported run's parameters.
-
-    It is the smallest that represents every tensor exactly, unless --dtype, `flag`, is given.
-    """
-    if flag == "float16":
-        raise ConfigError(
-            "--dtype=float16: a run stores parameters in float32 or bfloat16; use one of them"
-        )
-    if flag:
-        return np.dtype(flag)
-    distinct = {*dtypes}
-    if np.dtype(np.float64) in distinct:
-        raise ConfigError("--dtype: some tensors are float64; set --dtype=float32 to round them")
-    dtype = np.dtype(jnp.result_type(*distinct) if distinct else np.float32)
-    return np.dtype(np.float32) if dtype == np.float16 else dtype
-
-
 def run_config(path: str, section: Section, dtype: np.dtype) -> dict[str, Any]:
     """Returns the config in a file, with another `model` section and the keys that depend on it."""
-    config = configfile.load_config(path).to_dict()
-    config["model"] = section
-    config["train"]["param_dtype"] = dtype.name
-    config["optim"]["moment_dtype"] = dtype.name
-    if "vocab_size" in config["data"]:
-        config["data"]["vocab_size"] = section["vocab_size"]
-    if config["data"].get("seq_len", 0) > section["max_seq_len"]:
-        config["data"]["seq_len"] = section["max_seq_len"]
-    return config
+    config = configfile.load_config(path)
+    start.set_section(config, section)
+    start.set_dtype(config, dtype)
+    return config.to_dict()
 
 
 # ---- checkpoint to Hugging Face folder ----
@@ -181,20 +178,60 @@ def run_config(path: str, section: Section, dtype: np.dtype) -> dict[str, Any]:
 PREFIX = "params/"  # of parameter paths in a checkpoint
 
 
-def export_folder(source: Path, target: Path, args: argparse.Namespace) -> str:
+def export_folder(
+    source: Path,
+    target: Path,
+    args: argparse.Namespace,
+    ends_of_replies: Callable[[tokenizer.Tokenizer], list[int]],
+) -> str:
     """Converts a checkpoint to a Hugging Face folder, one parameter at a time.
 
     Returns a summary.
     """
 
     def export(directory: Path, saved: manifest.Manifest) -> str:
-        return _export_checkpoint(directory, saved, target, args)
+        return _export_checkpoint(directory, saved, target, args, ends_of_replies)
 
-    return find.read_valid(source, export, log=functools.partial(console.say, stream="stderr"))
+    # One checkpoint has no older one in its place: what is read of it is verified while it is read.
+    is_named = (source / manifest.NAME).is_file()
+    return find.read_valid(
+        source,
+        export,
+        log=functools.partial(console.say, stream="stderr"),
+        verify=manifest.check if is_named else manifest.verify,
+    )
+
+
+def export_gguf(
+    source: Path,
+    target: Path,
+    args: argparse.Namespace,
+    ends_of_replies: Callable[[tokenizer.Tokenizer], list[int]],
+    *,
+    is_run: bool,
+) -> str:
+    """Converts a checkpoint or a Hugging Face folder to a GGUF file. Returns a summary."""
+    if args.adapter:
+        raise ConfigError("--adapter: a GGUF file has merged weights; leave out --adapter")
+    import_optional("gguf", "gguf")
+    if not is_run:
+        return gguf_file.write(source, target, dtype=args.dtype)
+    # By way of a Hugging Face folder, which takes disk space and no memory.
+    folder = target.with_name(f"{target.name}.folder")
+    shutil.rmtree(folder, ignore_errors=True)  # a conversion that was killed may have left one
+    try:
+        summary = export_folder(source, folder, args, ends_of_replies)
+        return f"{summary}: {gguf_file.write(folder, target, dtype=args.dtype)}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _export_checkpoint(
-    directory: Path, saved: manifest.Manifest, target: Path, args: argparse.Namespace
+    directory: Path,
+    saved: manifest.Manifest,
+    target: Path,
+    args: argparse.Namespace,
+    ends_of_replies: Callable[[tokenizer.Tokenizer], list[int]],
 ) -> str:
     """Converts a checkpoint to a Hugging Face folder and returns a summary."""
     workdir = find.workdir_of(directory)
@@ -210,7 +247,7 @@ def _export_checkpoint(
         raise ConfigError(f"{directory}: the config in its manifest lacks {error!r}") from error
 
     # A run that began with an imported one has its config.json in the folder of that one.
-    original_file = run_tokenizer.imported_config(folders)
+    original_file = run_tokenizer.imported_config(workdir, saved.config)
     original = config_json.read(original_file) if original_file else None
     config = config_json.to_config(section, original)
     family = config_json.family_of(config)
@@ -223,8 +260,8 @@ def _export_checkpoint(
     run_dtype = jnp.result_type(*saved_dtypes)
     dtype = np.dtype(args.dtype or run_dtype)
     # Trained parameters keep the dtype of the run, imported ones get back their own.
-    is_import = saved.step == 0 and not args.dtype
-    dtypes = original_dtypes(workdir) if is_import else {}
+    keeps_dtypes = saved.step == 0 and not args.dtype
+    dtypes = original_dtypes(workdir) if keeps_dtypes else {}
     if not dtypes:
         config |= {"dtype": dtype.name, "torch_dtype": dtype.name}
 
@@ -232,7 +269,9 @@ def _export_checkpoint(
     abstract = abstract_params(model, run_dtype, rules, mesh)
     check_free_space(target, count(abstract) * dtype.itemsize)
     with_adapter = peft.adapted(model, adapter)
-    load = _loader(directory, saved, abstract_params(with_adapter, run_dtype, rules, mesh))
+    load_shapes = abstract_params(with_adapter, run_dtype, rules, mesh)
+    load = _loader(directory, saved, load_shapes)
+    base_model = base_model_of(saved.config)
     layers = adapted_layers(arrays.saved_params(saved.arrays))
     if args.adapter:
         with atomic_folder(target) as folder:
@@ -245,6 +284,16 @@ def _export_checkpoint(
                 layers=layers,
                 adapter=adapter,
                 dtype=dtype,
+                base_model=base_model,
+            )
+            model_card.write(
+                folder,
+                saved,
+                architecture=family.architecture,
+                num_params=count(load_shapes) - count(abstract),
+                dtype=dtype.name,
+                base_model=base_model,
+                is_adapter=True,
             )
         trainable = saved.config.get("train", {}).get("trainable", "*")
         without = "" if trainable == "*" else f", without what train.trainable={trainable} trained"
@@ -257,18 +306,17 @@ def _export_checkpoint(
             f"{directory}: {ROUTER_BIAS} is not 0 (model.balance={section['balance']!r}), and "
             f"{family.architecture} has no such bias; train with another model.balance to export"
         )
+    is_import = saved.step == 0 and (workdir / ORIGINAL).is_file()
     text = text_files.find(
         folders,
         saved.config,
-        is_imported=saved.step == 0 and (workdir / ORIGINAL).is_file(),
-        ends_of_replies=chat.ends_of_replies,
+        is_imported=is_import,
+        ends_of_replies=ends_of_replies,
     )
     for note in text.notes:
         console.say(note, stream="stderr")
     config = text_files.with_token_ids(config, text, original_file)
     with atomic_folder(target) as folder:
-        text_files.write(folder, text)
-        write_json(folder / config_json.NAME, config)
         weights.write(
             folder,
             family,
@@ -279,8 +327,67 @@ def _export_checkpoint(
             dtypes=dtypes,
             shard_bytes=round(args.max_shard_gb * 1e9),
         )
+        text_files.write(folder, text)
+        if not is_import:
+            model_card.write(
+                folder,
+                saved,
+                architecture=config["architectures"][0],
+                num_params=count(abstract),
+                dtype=dtype.name,
+                base_model=base_model,
+                is_adapter=False,
+            )
+        # Last: a folder without it is no model, whatever else is in it.
+        write_json(folder / config_json.NAME, config)
     written = "the imported dtypes" if dtypes else dtype
     return f"step {saved.step}, a {config['architectures'][0]} in {written}"
+
+
+def base_model_of(config: Mapping[str, Any]) -> str | None:
+    """Returns the Hugging Face model whose parameters a run began with; None if it is unknown.
+
+    `config` is that of the run. A run that began with an imported one has the name of that.
+    """
+    init_from = config.get("checkpoint", {}).get("init_from") or ""
+    if folder := start.folder_of(init_from):
+        return start.name_of(folder)
+    if not init_from or object_store.is_url(init_from):
+        return None
+    try:
+        _, saved = find.find_valid(Path(init_from), log=lambda line: None, verify=manifest.check)
+    except ConfigError:
+        return None
+    return saved.identity.get(BASE) if saved.step == 0 else None
+
+
+def export_faults(cfg: Config, workdir: str | Path | None) -> list[str]:
+    """Returns why a run cannot export its model while it trains (`checkpoint.export`)."""
+    key = f"checkpoint.export={cfg.checkpoint.export}"
+    if not cfg.checkpoint.export:
+        return []
+    if not workdir:
+        return [f"{key}: is written to WORKDIR/model; add --workdir=DIR, or leave it out"]
+    if object_store.is_url(workdir):
+        return [
+            f"{key}: is written to a disk, and --workdir={workdir} is an object store; use a "
+            f"folder, or leave it out"
+        ]
+    section: Section = {**cfg.model.options, "build": cfg.model.build}
+    try:
+        model_of(section)
+        original = run_tokenizer.imported_config(Path(workdir), cfg.to_dict())
+        config = config_json.to_config(section, config_json.read(original) if original else None)
+        family = config_json.family_of(config)
+    except ConfigError as error:
+        return [f"{key}: {fault}" for fault in error.faults]
+    if section.get("num_experts") and section.get("balance") == "bias":
+        if ROUTER_BIAS not in family.names:
+            return [
+                f"{key}: {family.architecture} has no bias in the choice of experts; use another "
+                f"model.balance than 'bias'"
+            ]
+    return []
 
 
 def _with_trained_length(section: Section, data: Mapping[str, Any]) -> Section:
@@ -381,7 +488,11 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield folder
         distributed.barrier("folder filled")
         if is_first:
+            # Otherwise a power loss may keep the rename, and not what the files hold.
+            for path in (*folder.iterdir(), folder):
+                storage.sync(path)
             os.rename(folder, target)
+            storage.sync(target.parent)
     except BaseException:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,12 +1,22 @@
-"""Adapters in the folder layout of PEFT: adapter_config.json and adapter_model.safetensors."""
+"""Writes adapters in the folder layout of PEFT: adapter_config.json, adapter_model.safetensors.
+
+A linear layer has lora_A (rank, inputs) and lora_B (outputs, rank). transformers holds the kernels
+of all experts of a layer in one parameter, such as mlp.experts.gate_up_proj: (experts, outputs,
+inputs), with the outputs of gate and up one after the other. Its lora_A is (experts x rank,
+inputs), its lora_B (outputs, rank x experts). Two such parameters of a module are nested in PEFT:
+the names of the first have `.base_layer`. peft_reader.py reads such folders.
+"""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshtrain.config.schema import AdapterConfig
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import files, tensor_rows
 from meshtrain.huggingface.families.base import Family, Section
@@ -16,10 +26,24 @@ from meshtrain.models import lora_merge
 from meshtrain.models.base import Model
 from meshtrain.models.lora_layer import A, B
 
+# E experts, R rank, I inputs, O outputs
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 # Of the names of modules in PEFT, and of the path of a kernel.
 PREFIX, KERNEL = "base_model.model.", "/kernel"
+
+
+def section_of(adapter: Mapping[str, Any]) -> AdapterConfig:
+    """Returns the section `adapter` of a recorded config, also of an earlier version."""
+    names = {field.name for field in fields(AdapterConfig)}
+    known = {name: value for name, value in adapter.items() if name in names}
+    return AdapterConfig(**{**known, "targets": tuple(known.get("targets", ()))})
+
+
+Factors = tuple[np.ndarray, np.ndarray]  # A (R, I) and B (O, R); of experts (E, R, I), (E, O, R)
+
+# ---- writing ----
 
 
 def write(
@@ -32,22 +56,84 @@ def write(
     layers: Sequence[str],
     adapter: Mapping[str, Any],
     dtype: np.dtype,
+    base_model: str | None,
 ) -> None:
-    """Writes the adapter of `layers`, the paths of linear layers.
+    """Writes the adapter of `layers`, the paths of linear layers and of kernels of experts.
 
     `shapes` are those of the parameters, by path; `load` returns a parameter by its path. `section`
-    is the model section, `adapter` the section of this name. Raises ConfigError for a layer that
-    has no tensor of its own in the family's files.
+    is the model section, `adapter` the section of this name, `base_model` the name or folder of the
+    model that it belongs to, if that is known. Raises ConfigError for a layer that PEFT cannot
+    adapt alone.
     """
     if not layers:
         raise ConfigError("--adapter: the run has no adapter (adapter.rank=0); leave out --adapter")
+    settings = section_of(adapter)
     kernels = {path + KERNEL: shapes[path + KERNEL] for path in layers}
     rows = tensor_rows.rows(family.names, kernels, section)
-    # PEFT (0.21) takes every module of such a name for a part of the fused experts.
-    expert_leaves = {_leaf_of(name) for names in family.fused.values() for name in names}
+    linear_rows = [row for row in rows if not is_of_experts(row)]
+    expert_rows = [row for row in rows if is_of_experts(row)]
+    _check_linear(linear_rows, family)
+
+    found: dict[str, Factors] = {}
+    for row in linear_rows:
+        a, b = _load_factors(load, row)
+        for number, name in enumerate(row.tensors):
+            found[name.removesuffix(".weight")] = a[number], b[number]
+    modules = sorted(found)
+    parameters = _parameters_of_experts(expert_rows, family)
+    rank_pattern = {
+        name: settings.rank * len(adapted)
+        for name, adapted in parameters.items()
+        if len(adapted) > 1
+    }
+    for name, adapted in parameters.items():
+        # Of two parameters of a module, PEFT nests the first in the second.
+        is_inner = len(parameters) > 1 and name == next(iter(parameters))
+        found |= _factors_of_experts(name, family.fused[name], adapted, load, is_inner=is_inner)
     specs = []
     arrays = []
-    modules = set()
+    for module, factors in found.items():
+        for name, value in zip(("lora_A", "lora_B"), factors, strict=True):
+            specs.append(files.TensorSpec(f"{PREFIX}{module}.{name}.weight", value.shape, dtype))
+            arrays.append(np.ascontiguousarray(value, dtype))
+    files.write_file(folder / WEIGHTS, specs, arrays)
+    described: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "use_rslora": settings.rslora,
+        "lora_dropout": settings.dropout,
+        "bias": "none",
+        # Whether the kernels in the files are (inputs, outputs), as GPT-2's are.
+        "fan_in_fan_out": bool(linear_rows) and all(map(_begins_with_inputs, linear_rows)),
+        "target_modules": modules or None,
+        "inference_mode": True,
+    }
+    if parameters:
+        described["target_parameters"] = [*parameters]
+    if rank_pattern:
+        described["rank_pattern"] = rank_pattern
+        described["alpha_pattern"] = {
+            name: _alpha_of(settings, rank) for name, rank in rank_pattern.items()
+        }
+    (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _alpha_of(settings: AdapterConfig, rank: int) -> float:
+    """Returns the alpha with which an update of another rank has the same factor."""
+    ratio = rank / settings.rank
+    return settings.alpha * (math.sqrt(ratio) if settings.rslora else ratio)
+
+
+def is_of_experts(row: Row) -> bool:
+    return row.name.count("*") > 1
+
+
+def _check_linear(rows: Iterable[Row], family: Family) -> None:
+    # PEFT (0.21) takes every module of such a name for a part of the fused experts.
+    expert_leaves = {_leaf_of(name) for names in family.fused.values() for name in names}
     for row in rows:
         if any(letter.isdigit() for dim in row.dims for letter in dim):
             raise ConfigError(
@@ -61,37 +147,16 @@ def write(
                 f"the routed experts in its place, by the name {_leaf_of(row.name)}; export the "
                 f"merged weights, without --adapter"
             )
-        path = row.path.removesuffix(KERNEL)
-        a, b = _factors(load(f"{path}/{A}"), load(f"{path}/{B}"), num_stacked=len(row.stack))
-        for number, name in enumerate(row.tensors):
-            module = name.removesuffix(".weight")
-            modules.add(module)
-            for factor, value in (("lora_A", a[number]), ("lora_B", b[number])):
-                name_in_peft = f"{PREFIX}{module}.{factor}.weight"
-                specs.append(files.TensorSpec(name_in_peft, value.shape, dtype))
-                arrays.append(np.ascontiguousarray(value, dtype))
-    files.write_file(folder / WEIGHTS, specs, arrays)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": adapter["rank"],
-        "lora_alpha": adapter["alpha"],
-        "lora_dropout": adapter.get("dropout", 0.0),
-        "bias": "none",
-        # Whether the kernels in the files are (inputs, outputs), as GPT-2's are.
-        "fan_in_fan_out": all(_begins_with_inputs(row) for row in rows),
-        "target_modules": sorted(modules),
-        "inference_mode": True,
-    }
-    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _factors(a: np.ndarray, b: np.ndarray, *, num_stacked: int) -> tuple[np.ndarray, np.ndarray]:
+def _load_factors(load: Callable[[str], np.ndarray], row: Row) -> Factors:
     """Returns the factors of each tensor as PEFT stores them.
 
     Whatever the order of a kernel's dims, A is (tensor, rank, inputs), B (tensor, outputs, rank).
     """
+    path = row.path.removesuffix(KERNEL)
+    a, b = load(f"{path}/{A}"), load(f"{path}/{B}")
+    num_stacked = len(row.stack)
     rank = a.shape[-1]
     a = a.reshape(*a.shape[:num_stacked], -1, rank).swapaxes(-1, -2)
     b = b.reshape(*b.shape[:num_stacked], rank, -1).swapaxes(-1, -2)
@@ -107,16 +172,82 @@ def _begins_with_inputs(row: Row) -> bool:
     return row.dims[0].startswith(tensor_rows.DIMS[tensor_rows.in_stack(row.path)][0])
 
 
+# ---- the experts of a layer ----
+
+
+def fused_of_experts(family: Family) -> dict[str, tuple[str, ...]]:
+    """Returns the parts of the parameters that hold the kernels of all experts, in their order."""
+    return {name: parts for name, parts in family.fused.items() if "*" in parts[0]}
+
+
+def _parameters_of_experts(rows: Sequence[Row], family: Family) -> dict[str, list[Row]]:
+    """Returns the rows that each parameter of transformers consists of, by its name."""
+    fused = fused_of_experts(family)
+    for row in rows:
+        if not any(row.name.endswith(parts) for parts in fused.values()):
+            raise ConfigError(
+                f"--adapter: {row.path} is {row.name} of {family.architecture}, of which no "
+                f"parameter of transformers is known; export the merged weights, without --adapter"
+            )
+    found = {}
+    for name, parts in fused.items():
+        if adapted := [row for part in parts for row in rows if row.name.endswith(part)]:
+            found[name] = adapted
+    return found
+
+
+def _factors_of_experts(
+    parameter: str,
+    parts: Sequence[str],
+    rows: Sequence[Row],
+    load: Callable[[str], np.ndarray],
+    *,
+    is_inner: bool,
+) -> dict[str, Factors]:
+    """Returns the factors of a parameter of each layer, by the name of its module in PEFT.
+
+    `rows` are the parts that have an update. Two of them have twice the rank: their A are one after
+    the other, and their B are blocks of a diagonal.
+    """
+    num_layers, num_experts = rows[0].stack
+    loaded = [_load_factors(load, row) for row in rows]
+    numbers = [next(n for n, part in enumerate(parts) if row.name.endswith(part)) for row in rows]
+    stem = rows[0].name.removesuffix(parts[numbers[0]])
+    found = {}
+    for layer in range(num_layers):
+        chosen = slice(layer * num_experts, (layer + 1) * num_experts)
+        a_ERI = np.concatenate([a[chosen] for a, _ in loaded], axis=1)
+        num_out, rank = loaded[0][1].shape[1:]
+        # The parts have equally many outputs.
+        b_EOR = np.zeros((num_experts, len(parts) * num_out, len(rows) * rank), a_ERI.dtype)
+        for column, (row, (_, b)) in enumerate(zip(numbers, loaded, strict=True)):
+            outputs = slice(row * num_out, (row + 1) * num_out)
+            ranks = slice(column * rank, (column + 1) * rank)
+            b_EOR[:, outputs, ranks] = b[chosen]
+        folder = stem.replace("*", str(layer + rows[0].first)) + parameter.rpartition(".")[0]
+        module = f"{folder}.base_layer" if is_inner else folder
+        found[module] = (
+            a_ERI.reshape(-1, a_ERI.shape[-1]),
+            b_EOR.transpose(1, 2, 0).reshape(b_EOR.shape[1], -1),
+        )
+    return found
+
+
+# ---- a run with an adapter ----
+
+
 def adapted(model: Model, adapter: Mapping[str, Any]) -> Model:
     """Returns the model with the adapter of a run, from the section `adapter` of its config."""
-    rank = adapter.get("rank", 0)
-    if not rank:
+    settings = section_of(adapter)
+    if not settings.rank:
         return model
     return adapters.lora(
         model,
-        rank=rank,
-        alpha=adapter.get("alpha"),
-        targets=tuple(adapter.get("targets", ())),
+        rank=settings.rank,
+        alpha=settings.alpha,
+        targets=settings.targets,
+        rslora=settings.rslora,
+        experts=settings.experts,
     )
 
 
@@ -136,7 +267,7 @@ def merging(
             kernel.astype(dtype),
             load(f"{layer}/{A}").astype(dtype),
             load(f"{layer}/{B}").astype(dtype),
-            scale=adapter["alpha"] / adapter["rank"],
+            scale=section_of(adapter).scale,
         )
         return merged.astype(kernel.dtype)
 

@@ -110,6 +110,11 @@ def dtypes_in(folder: Path) -> dict[str, np.dtype]:
     }
 
 
+def parameter_tensors(folder: Path) -> dict[str, files.Tensor]:
+    """Returns the tensors of parameters in a folder, by the name in Family.names."""
+    return _parameter_tensors(folder)[1]
+
+
 def written_dtype(name: str, dtype: np.dtype) -> np.dtype:
     """Returns the dtype of a tensor in files whose dtype is `dtype`."""
     return np.promote_types(dtype, np.float32) if name.endswith(ROUTER_BIAS) else dtype
@@ -172,6 +177,11 @@ def shapes_in_files(params: Params, family: Family) -> dict[str, tuple[int, ...]
     }
 
 
+def paths_of(params: Params) -> list[str]:
+    """Returns the paths of all parameters."""
+    return [_path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+
+
 def _path_name(path: tuple) -> str:
     return "/".join(entry.key for entry in path)
 
@@ -191,8 +201,13 @@ def _rows(family: Family, shapes: Mapping[str, tuple[int, ...]], section: Sectio
 # ---- reading ----
 
 
-def read(folder: Path, abstract_params: Params, section: Section) -> Params:
-    """Returns the parameters in a folder.
+def read(
+    folder: Path,
+    abstract_params: Params,
+    section: Section,
+    is_wanted: Callable[[str], bool] | None = None,
+) -> Params:
+    """Returns the parameters in a folder; those for whose path `is_wanted` is False as they are.
 
     They have the shapes, dtypes and shardings of `abstract_params`; `section` is the `model`
     section of the same model. Each device reads its shard from the files; a process holds extra
@@ -200,12 +215,14 @@ def read(folder: Path, abstract_params: Params, section: Section) -> Params:
     allocated, if a file is damaged or a tensor does not match `section`.
     """
     family = family_in(folder)
-    checked = iter(check(folder, abstract_params, section))
+    checked = iter(check(folder, abstract_params, section, is_wanted))
     leaves, tree = jax.tree.flatten_with_path(abstract_params)
     params = []
     with console.progress("reading", bytes_of(abstract_params)) as advance:
         for path, leaf in leaves:
-            if _is_in_files(path, family):
+            if is_wanted is not None and not is_wanted(_path_name(path)):
+                params.append(leaf)
+            elif _is_in_files(path, family):
                 row, tensors = next(checked)
                 params.append(_read_parameter(row, tensors, leaf, advance))
             else:
@@ -222,14 +239,23 @@ def _initial_measured(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def check(
-    folder: Path, abstract_params: Params, section: Section
+    folder: Path,
+    abstract_params: Params,
+    section: Section,
+    is_wanted: Callable[[str], bool] | None = None,
 ) -> list[tuple[Row, list[files.Tensor]]]:
     """Returns the tensors of each parameter; reads only headers.
 
     Raises the same errors as `read`.
     """
     family, tensors = _parameter_tensors(folder)
-    rows = _rows(family, shapes_in_files(abstract_params, family), section)
+    shapes = shapes_in_files(abstract_params, family)
+    if is_wanted is not None:
+        shapes = {path: shape for path, shape in shapes.items() if is_wanted(path)}
+    rows = _rows(family, shapes, section)
+    if is_wanted is not None:
+        names = {name for row in rows for name in row.tensors}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in names}
     _check_tensors(folder, family, tensors, rows)
     return [(row, [tensors[name] for name in row.tensors]) for row in rows]
 

@@ -19,24 +19,34 @@ from meshtrain.config import checks
 from meshtrain.config.build import build_data
 from meshtrain.config.schema import BATCH_AXES, Config
 from meshtrain.data.loader import Loader, one_epoch
-from meshtrain.data.source import Batch, Source
+from meshtrain.data.source import Batch, Source, with_stride
 from meshtrain.errors import ConfigError, minimum_faults
 from meshtrain.inference.restore import restore_params
 from meshtrain.models.base import Params
 from meshtrain.program import Program
 
 
-def run(cfg: Config, path: Path, *, split: str, global_batch: int | None, max_batches: int) -> int:
+def run(
+    cfg: Config,
+    path: Path,
+    *,
+    split: str,
+    global_batch: int | None,
+    max_batches: int,
+    stride: int | None,
+) -> int:
     """Prints the evaluation of a run; returns the exit code.
 
     `path` is the workdir of the run, or one of its checkpoints. `split` is "heldout", "train" or
-    "all"; a `global_batch` of None is train.global_batch, `max_batches` 0 is no limit.
+    "all"; a `global_batch` of None is train.global_batch, a `stride` of None eval.stride,
+    `max_batches` 0 is no limit.
     """
     if global_batch is None:
         global_batch = cfg.train.global_batch
     num_shards = math.prod(getattr(cfg.mesh, axis) for axis in BATCH_AXES)
     faults = minimum_faults(1, {"--batch": global_batch})
     faults += minimum_faults(0, {"--max_batches": max_batches})
+    faults += minimum_faults(1, {"--stride": 1 if stride is None else stride})
     if not faults and global_batch % (num_shards * cfg.train.num_microbatches):
         faults.append(
             f"--batch={global_batch}: is not a multiple of {checks.batch_sizes(cfg.mesh)} x "
@@ -45,7 +55,7 @@ def run(cfg: Config, path: Path, *, split: str, global_batch: int | None, max_ba
     faults += checks.position_faults(cfg)
     if faults:
         raise ConfigError(*faults)
-    source = _build_source(cfg, split)
+    source = _build_source(cfg, split, cfg.eval.stride if stride is None else stride)
     if jax.process_index() == 0:
         for warning in source.warnings:
             console.say(warning, stream="stderr")
@@ -62,14 +72,17 @@ def run(cfg: Config, path: Path, *, split: str, global_batch: int | None, max_ba
     return 0
 
 
-def _build_source(cfg: Config, split: str) -> Source:
-    """Returns the data to evaluate; raises ConfigError if it is infinite."""
+def _build_source(cfg: Config, split: str, stride: int) -> Source:
+    """Returns the data to evaluate; raises ConfigError if it is infinite.
+
+    `stride` is that of `with_stride`.
+    """
     section = cfg.data
     if split == "all":
         # The training split of data of which nothing is held out.
         split = "train"
         section = dataclasses.replace(section, options={**section.options, "heldout": 0.0})
-    source = build_data(section, split)
+    source = with_stride(build_data(section, split), stride)
     if source.size is None:
         raise ConfigError(
             f"data.build={section.build}: this data has no size, so it has no epochs; evaluate the "

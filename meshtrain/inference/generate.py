@@ -47,7 +47,7 @@ def run(
     `path` is the workdir of the run, or one of its checkpoints. `sampling_flags` are the values of
     `Sampling` that the user chose; the others, and a `length` of None, are those of the model's
     generation_config.json, or this project's. Each prompt is continued `num_return_sequences`
-    times, by `length` tokens. The model sees the last `context` tokens; None: see `_own_context`.
+    times, by `length` tokens. The model sees the last `context` tokens; None: `longest_context`.
     `stop` are tokens that end a text, as ids or texts, and other texts before which it ends; empty:
     the tokenizer's end of a document, and what the model's files list. `tokenizer_path` None is the
     run's tokenizer, `bos` None means as in the run's data. With `chat`, a prompt is a message to a
@@ -56,24 +56,24 @@ def run(
     """
     workdir = find.workdir_of(path)
     folders = run_tokenizer.folders(workdir, cfg.to_dict())
-    is_imported = run_tokenizer.imported_config(folders) is not None
+    is_imported = run_tokenizer.imported_config(workdir, cfg.to_dict()) is not None
     defaults = generation_config.read(folders)
     sampler = _sampler(sampling_flags, defaults)
-    own_context = _own_context(cfg, is_imported=is_imported)
+    own_context = longest_context(cfg, is_imported=is_imported)
     context = own_context if context is None else context
     is_conversation = chat is not None and not texts
     if length is None:
         # A reply in a conversation ends by itself, at the latest when the context is full.
         length = defaults.length or (context if is_conversation else DEFAULT_LENGTH)
-    context = _check_lengths(cfg, length, context)
+    context = check_lengths(cfg, length, context)
     faults = _sequence_faults(num_return_sequences, sampler, is_conversation=is_conversation)
     if chat is not None and bos is not None:
         faults.append("--bos and --chat: the chat template writes the token; use one of them")
     if faults:
         raise ConfigError(*faults)
-    tokenizer = _load_tokenizer(tokenizer_path, folders, workdir, cfg)
+    tokenizer = load_tokenizer(tokenizer_path, folders, workdir, cfg)
     vocab_size = cfg.model.options.get("vocab_size", tokenizer.vocab_size)
-    end_tokens = {tokenizer.eos, *_listed_end_tokens(folders, tokenizer)}
+    end_tokens = {tokenizer.eos, *listed_end_tokens(folders, tokenizer)}
     stop_texts = defaults.stop
     template = None
     if chat is None:
@@ -97,7 +97,7 @@ def run(
 
     # Last, since it takes the most time: a fault of a flag is reported before.
     program, params = restore_params(
-        _without_stages(cfg), path, tokenizer=tokenizers.digest(tokenizer)
+        without_stages(cfg), path, tokenizer=tokenizers.digest(tokenizer)
     )
     generate_rows = sampling.generator(
         program,
@@ -270,7 +270,7 @@ def _reply(
 # ---- how many tokens the model sees ----
 
 
-def _own_context(cfg: Config, *, is_imported: bool) -> int | None:
+def longest_context(cfg: Config, *, is_imported: bool) -> int | None:
     """Returns how many tokens a model can see; None: its run does not say.
 
     An imported model, also if it was trained further, has been trained with max_seq_len tokens
@@ -290,7 +290,7 @@ def _max_positions(cfg: Config) -> int | None:
     return model.get("max_seq_len") if model.get("positions") == "learned" else None
 
 
-def _check_lengths(cfg: Config, length: int | None, context: int | None) -> int:
+def check_lengths(cfg: Config, length: int | None, context: int | None) -> int:
     """Returns `context`; raises ConfigError if the model cannot see as many tokens."""
     if context is None or length is None:
         raise ConfigError("--context: the run's data has no data.seq_len; set --context=N")
@@ -367,7 +367,7 @@ def _within_context(
         yield tokens
 
 
-def _without_stages(cfg: Config) -> Config:
+def without_stages(cfg: Config) -> Config:
     """Returns the settings with the pipeline's devices as further shards of the parameters.
 
     A token passes all stages one after the other, so stages would only wait for each other. No
@@ -388,7 +388,7 @@ def _without_stages(cfg: Config) -> Config:
 GPT2_SIZES = range(50257, 50305)
 
 
-def _load_tokenizer(
+def load_tokenizer(
     path: str | None, folders: Sequence[Path], workdir: Path, cfg: Config
 ) -> Tokenizer:
     """Returns the tokenizer in `path`, or in the first folder that has one, or bytes.
@@ -428,7 +428,7 @@ def _raw_tokens(cfg: Config) -> str:
     return path if is_raw or tokens.nanogpt_files(path) else ""
 
 
-def _listed_end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> list[int]:
+def listed_end_tokens(folders: Sequence[Path], tokenizer: Tokenizer) -> list[int]:
     """Returns the ends of a text that the files of the run list, or those next to the tokenizer."""
     folders = run_tokenizer.with_tokenizer(folders, tokenizers.digest(tokenizer))
     if tokenizer.file is not None:

@@ -42,7 +42,15 @@ def adapt(model: Model, cfg: Config) -> Model:
     patterns: list[str] = []
     if c.rank:
         _check(c)
-        model = lora(model, rank=c.rank, alpha=c.alpha, targets=c.targets, dropout=c.dropout)
+        model = lora(
+            model,
+            rank=c.rank,
+            alpha=c.alpha,
+            targets=c.targets,
+            dropout=c.dropout,
+            rslora=c.rslora,
+            experts=c.experts,
+        )
     if only != "*":
         patterns = [pattern.strip() for pattern in only.split(",")]
         model = train_only(model, patterns)
@@ -66,18 +74,31 @@ def _check(c: AdapterConfig) -> None:
 
 
 def lora(
-    model: Model, *, rank: int, alpha: float, targets: tuple[str, ...], dropout: float = 0.0
+    model: Model,
+    *,
+    rank: int,
+    alpha: float,
+    targets: tuple[str, ...],
+    dropout: float = 0.0,
+    rslora: bool = False,
+    experts: bool = False,
 ) -> Model:
-    """Returns the model with kernels W + alpha / rank A B, of which only A and B are trained.
+    """Returns the model with kernels W + scale A B, of which only A and B are trained.
 
-    (LoRA, arXiv 2106.09685.)
+    (LoRA, arXiv 2106.09685; for the scale see `AdapterConfig.scale`.)
 
-    `targets` are patterns of paths of linear layers, such as layers/attention/*. A is drawn with
-    the variance of PEFT's, 1 / (3 inputs), B starts at zero. In training each element of the input
-    of A is dropped with the probability `dropout`. Raises ConfigError for a pattern without a
-    linear layer, or if the model does not support dropout.
+    `targets` are patterns of paths of linear layers, such as layers/attention/*; with `experts`
+    also of kernels that each expert has. A is drawn with the variance of PEFT's, 1 / (3 inputs), B
+    starts at zero. In training each element of the input of A is dropped with the probability
+    `dropout`. Raises ConfigError for a pattern without a linear layer, or if the model does not
+    support dropout.
     """
-    layers = sorted(_matching(model, targets))
+    layers = sorted(_matching(model, targets, experts=experts))
+    if dropout and any(path in model.expert_linears for path in layers):
+        raise ConfigError(
+            f"adapter.dropout={dropout}: the update of an expert is added to its kernel, so its "
+            "input has no dropout; use adapter.dropout=0, or adapter.experts=False"
+        )
     shapes = {path: _factor_shapes(model, path, rank) for path in layers}
     model = _with_dropout(model, layers, dropout) if dropout else model
 
@@ -97,10 +118,11 @@ def lora(
     for path in layers:
         axes = trees.merge(axes, trees.nested(path, _factor_axes(model, path)))
     # The scale is applied to B, which is small, before the layers see it.
+    scale = AdapterConfig(rank=rank, alpha=alpha, rslora=rslora).scale
     functions = {}
     for name in ("loss", "embed", "block", "head", "logits", "cached_embed", "cached_block"):
         if (function := getattr(model, name)) is not None:
-            functions[name] = _scaled(function, alpha / rank)
+            functions[name] = _scaled(function, scale)
     return dataclasses.replace(
         model,
         init=init,
@@ -224,9 +246,14 @@ def _with_frozen_bias(model: Model) -> Model:
     return dataclasses.replace(model, measure=measure_without_bias)
 
 
-def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
+def _matching(model: Model, targets: tuple[str, ...], *, experts: bool) -> set[str]:
     """Returns the paths of the linear layers that match a pattern."""
-    if not model.linears:
+    linears = [*model.linears, *(model.expert_linears if experts else ())]
+    if experts and not model.expert_linears:
+        raise ConfigError(
+            "adapter.experts=True: the model has no routed experts; use adapter.experts=False"
+        )
+    if not linears:
         raise ConfigError(
             f"adapter.targets={','.join(targets)}: the model has no layer that an adapter can "
             "change: nnx.Linear, nnx.LinearGeneral, linen.Dense or linen.DenseGeneral; use "
@@ -235,12 +262,14 @@ def _matching(model: Model, targets: tuple[str, ...]) -> set[str]:
     paths: set[str] = set()
     faults = []
     for pattern in targets:
-        matches = fnmatch.filter(model.linears, pattern)
+        matches = fnmatch.filter(linears, pattern)
         if not matches:
+            hint = ""
+            if fnmatch.filter(model.expert_linears, pattern):
+                hint = "; it is of routed experts, which adapter.experts=True adapts"
             faults.append(
                 f"adapter.targets={pattern!r}: no linear layer has such a "
-                f"path{did_you_mean(pattern, model.linears)}; there are "
-                f"{', '.join(model.linears)}"
+                f"path{did_you_mean(pattern, linears)}; there are {', '.join(linears)}{hint}"
             )
         paths |= {*matches}
     if faults:
@@ -253,7 +282,8 @@ def _factor_shapes(model: Model, path: str, rank: int) -> tuple[tuple, tuple, in
     kernel = trees.leaf(jax.eval_shape(model.init, jax.random.key(0)), path + KERNEL).shape
     num_lead = _num_lead(model, path)
     lead, dims = kernel[:num_lead], kernel[num_lead:]
-    into, out = dims[: model.linears[path]], dims[model.linears[path] :]
+    num_in = _num_in(model, path)
+    into, out = dims[:num_in], dims[num_in:]
     return (*lead, *into, rank), (*lead, rank, *out), math.prod(into)
 
 
@@ -262,14 +292,20 @@ def _factor_axes(model: Model, path: str) -> dict[str, tuple]:
     names = trees.leaf(model.axes, path + KERNEL)
     num_lead = _num_lead(model, path)
     lead, dims = names[:num_lead], names[num_lead:]
-    into, out = dims[: model.linears[path]], dims[model.linears[path] :]
+    num_in = _num_in(model, path)
+    into, out = dims[:num_in], dims[num_in:]
     return {A: (*lead, *into, None), B: (*lead, None, *out)}
 
 
+def _num_in(model: Model, path: str) -> int:
+    """Returns the number of dims of the input of a linear layer, or of an expert's kernel."""
+    return 1 if path in model.expert_linears else model.linears[path]
+
+
 def _num_lead(model: Model, path: str) -> int:
-    """Returns the number of leading dims of a linear layer's parameters: 1 in the stack, else 0."""
+    """Returns the number of leading dims of a linear layer's parameters: of layers, of experts."""
     is_stacked = model.block is not None and path.split("/")[0] == "layers"
-    return 1 if is_stacked else 0
+    return int(is_stacked) + int(path in model.expert_linears)
 
 
 def _scaled(function: Callable, scale: float) -> Callable:

@@ -66,14 +66,18 @@ def linears(module: nnx.Module) -> dict[str, int]:
 
 
 def attach(module: nnx.Module, adapters: Mapping[tuple, Factors]) -> None:
-    """Makes the linear layers of a module, by path, add (x A) B."""
+    """Makes the linear layers of a module, by path, add (x A) B; kernels of experts add A B."""
     if not adapters:
         return
     for path, layer in nnx.iter_modules(module):
         factors = adapters.get(tuple(map(str, path)))
-        if factors is not None:
+        if factors is None:
+            continue
+        if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
             plain = layer.dot_general or jax.lax.dot_general
             layer.dot_general = functools.partial(_dot_general, plain, factors)
+        else:  # the kernels of experts
+            layer.add_update = functools.partial(_add_update, factors)
 
 
 def _dot_general(plain: Callable, factors: Factors, x, kernel, dimension_numbers, **options):
@@ -83,6 +87,15 @@ def _dot_general(plain: Callable, factors: Factors, x, kernel, dimension_numbers
     inner = plain(drop(x), a, dimension_numbers, **options)
     over_rank = ((inner.ndim - 1,), (0,)), batch_dims
     return plain(x, kernel, dimension_numbers, **options) + plain(inner, b, over_rank, **options)
+
+
+def _add_update(factors: Factors, kernel_EIO: jax.Array) -> jax.Array:
+    """Returns W + A B of each expert: A is (E, I, R), B (E, R, O).
+
+    The products of experts run in groups of kernels of their own, which know nothing of A and B.
+    """
+    a_EIR, b_ERO, _ = factors
+    return kernel_EIO + jax.numpy.einsum("eir,ero->eio", a_EIR, b_ERO)
 
 
 # ---- the layers of Linen modules ----

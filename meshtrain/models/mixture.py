@@ -48,10 +48,14 @@ class ExpertKernel(nnx.Module):
         self.axes, self.bias_axes = axes, (axes[0], axes[2])
         zeros = jnp.zeros((shape[0], shape[2]))
         self.bias = nnx.Param(zeros, out_sharding=self.bias_axes) if bias else None
+        self.add_update: Callable[[jax.Array], jax.Array] | None = None  # of an adapter
 
     def matrices(self) -> jax.Array:
         """Returns the matrices, sharded over devices by expert alone."""
-        return gathered(self.kernel[...], self.axes, ("expert", None, None))
+        kernel = self.kernel[...]
+        if self.add_update is not None:
+            kernel = self.add_update(kernel)
+        return gathered(kernel, self.axes, ("expert", None, None))
 
     def biases(self) -> jax.Array:
         """Returns the biases, sharded over devices by expert alone."""

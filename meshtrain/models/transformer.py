@@ -272,6 +272,13 @@ class Decoder:
                     linears[f"{prefix}/{path}"] = num_in
         return linears
 
+    def expert_linears(self) -> tuple[str, ...]:
+        """Returns `Model.expert_linears`."""
+        if not self.c.num_experts:
+            return ()
+        names = ("gate", "up", "down") if self.c.gated else ("up", "down")
+        return tuple(f"layers/mlp/{name}" for name in names)
+
     def count_weights(self) -> WeightCount:
         """Returns the number of weights in the matrix products of all layers."""
         used, unused = (len(self.is_local) * num for num in count_weights(self.c, self.block))
@@ -411,6 +418,7 @@ def build(**config) -> base.Model:
         check_batch=partial(check_batch, c),
         num_inactive=weights.unused,
         linears=decoder.linears(),
+        expert_linears=decoder.expert_linears(),
         row_keys=c.dropout > 0,
     )
 

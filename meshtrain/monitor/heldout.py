@@ -12,7 +12,7 @@ import numpy as np
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import Config
 from meshtrain.data.loader import ADD_WEIGHTS, has_weights, leading_dim, one_epoch, open_loader
-from meshtrain.data.source import Source
+from meshtrain.data.source import Source, with_stride
 from meshtrain.errors import ConfigError
 from meshtrain.state import TrainState, evaluation_params
 
@@ -26,7 +26,7 @@ def fixed_batches(data: Any, cfg: Config, *, check: Callable[[Any], None] | None
     if data is None or not cfg.eval.batches:
         return None
     if isinstance(data, Source):
-        return _counted_once(data, cfg.train.global_batch)
+        return _counted_once(with_stride(data, cfg.eval.stride), cfg.train.global_batch)
     batches = list(itertools.islice(data, cfg.eval.batches))
     if not batches:
         raise ConfigError(

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from meshtrain import console, foreign, hardware, storage
-from meshtrain.config.schema import Config
+from meshtrain.config.schema import TASK_PREFIX, Config
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
 from meshtrain.models.base import Model
@@ -78,7 +78,11 @@ class Writer:
     def resume_from(self, metrics: Mapping[str, Any], *, tokens: int) -> None:
         """Continues after a checkpoint with these metrics, before which `tokens` were read."""
         # What the loop would know after that step, for a run that takes none.
-        self.newest = {name: value for name, value in metrics.items() if name != "eval_loss"}
+        self.newest = {
+            name: value
+            for name, value in metrics.items()
+            if name != "eval_loss" and not name.startswith(TASK_PREFIX)
+        }
         self.tokens = tokens
 
     def begin(
@@ -220,6 +224,7 @@ class Writer:
         self._add_row(row)
         if not (self._bar and self._bar.shows_rows):
             self._show(row)
+        self._show_tasks(row)
         self._last_row_time = ended
         self._steps_since_row = 0
         self._waited_at_row = pending.waited
@@ -230,7 +235,9 @@ class Writer:
         If the run is continued, the row of its next step replaces it.
         """
         self._remove_rows_from(step)
-        self._add_row({"step": step, **evaluation})
+        row = {"step": step, **evaluation}
+        self._add_row(row)
+        self._show_tasks(row)
 
     def _add_row(self, row: dict[str, Any]) -> None:
         """Appends a row to metrics.jsonl, and gives it to the sinks."""
@@ -263,6 +270,16 @@ class Writer:
         if "eval_loss" in row:
             parts.append(f"held-out loss {_loss_text(row['eval_loss'])}")
         self.progress(" · ".join(parts))
+
+    def _show_tasks(self, row: dict[str, Any]) -> None:
+        """Logs the metrics of tasks in a row, if it has any, as a line."""
+        parts = []
+        for name, value in row.items():
+            if name.startswith(TASK_PREFIX):
+                task, _, metric = name.removeprefix(TASK_PREFIX).partition("/")
+                parts.append(f"{task} {metric} {'none' if value is None else f'{value:.4g}'}")
+        if parts:
+            self.progress(f"tasks       step {row['step']}: {' · '.join(parts)}")
 
     def _draw(self, bar: console.Bar, step: int, metrics: dict[str, Any], step_time: float) -> None:
         """Shows a step in the bar."""

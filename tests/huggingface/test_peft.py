@@ -78,7 +78,7 @@ def test_a_run_without_an_adapter_has_none_to_write(folders, capsys):
     assert "the run has no adapter (adapter.rank=0)" in capsys.readouterr().err
 
 
-def adapt(family, root, *, steps, targets, **model):
+def adapt(family, root, *, steps, targets, adapter=None, **model):
     """Converts a golden folder, and trains an adapter of it with steps that change its logits."""
     assert app.main("convert", [str(GOLDEN / family), str(root / "start")]) == 0
     found = json.loads((root / "start" / "config.json").read_text())
@@ -87,7 +87,7 @@ def adapt(family, root, *, steps, targets, **model):
     c.model.update(model)
     c.data.update(vocab_size=c.model.vocab_size)
     c.train.steps, c.eval.batches = steps, 0
-    c.adapter.update(rank=RANK, alpha=ALPHA, targets=targets)
+    c.adapter.update(rank=RANK, alpha=ALPHA, targets=targets, **(adapter or {}))
     c.optim.learning_rate, c.optim.schedule, c.optim.clip_norm = 0.1, "constant", 100.0
     c.checkpoint.init_from = str(root / "start")
     train(c, workdir=root / "run")
@@ -146,6 +146,24 @@ def test_peft_computes_the_logits_of_merged_weights_of_a_mixture(tmp_path):
     base, merged = tensors(GOLDEN / "deepseek_v3"), tensors(tmp_path / "merged")
     np.testing.assert_array_equal(merged[bias], base[bias])
     command = [python_with_peft(), "-c", PEFT_LOGITS, GOLDEN / "deepseek_v3"]
+    command += [tmp_path / "adapter", tmp_path / "merged"]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    of_base, _, of_adapter = map(float, result.stdout.split())
+    assert of_base > 0.5 and of_adapter < 1e-4
+
+
+@pytest.mark.slow
+def test_peft_computes_the_logits_of_merged_weights_of_adapted_experts(tmp_path):
+    """Gate and up are one parameter there, with twice the rank; rsLoRA scales both."""
+    settings = {"experts": True, "rslora": True}
+    adapt("qwen3_moe", tmp_path, steps=3, targets=("layers/*",), adapter=settings)
+    for name, flags in {"merged": [], "adapter": ["--adapter"]}.items():
+        assert app.main("convert", [str(tmp_path / "run"), str(tmp_path / name), *flags]) == 0
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert saved["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    assert saved["rank_pattern"] == {"mlp.experts.gate_up_proj": 2 * RANK}
+    command = [python_with_peft(), "-c", PEFT_LOGITS, GOLDEN / "qwen3_moe"]
     command += [tmp_path / "adapter", tmp_path / "merged"]
     result = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

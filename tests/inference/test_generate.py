@@ -329,7 +329,7 @@ def test_ids_of_another_tokenizer_end_no_text(spelling, tmp_path):
         run_tokenizer.copy_tokenizer(workdir, config, "")
         tokenizer = tokenizers.load(workdir / "tokenizer")
         folders = run_tokenizer.folders(workdir, config)
-        assert generate._listed_end_tokens(folders, tokenizer) == ends
+        assert generate.listed_end_tokens(folders, tokenizer) == ends
     # A folder may have its tokenizer in two formats, with the same ids.
     (tmp_path / "start" / "tokenizer.model").write_bytes(b"the same tokenizer")
     digests = tokenizers.digests_of(tmp_path / "start")

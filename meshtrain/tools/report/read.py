@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain import foreign
+from meshtrain.config.schema import TASK_PREFIX
 from meshtrain.errors import ConfigError
 
 LINES_AT_ONCE = 4096
@@ -186,6 +187,8 @@ def _as_counted(row: dict[str, Any]) -> dict[str, Any]:
         return row
     counted = dict(row)
     for name in row.keys() - OF_THE_RUN:
+        if name.startswith(TASK_PREFIX):
+            continue
         # An empty list has no value of any layer.
         counted[name] = [] if type(row[name]) is list else None
     return counted

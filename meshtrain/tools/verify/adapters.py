@@ -17,9 +17,9 @@ NONE = None  # name of the choice that trains everything, without an adapter
 def choices(settings: Mapping[str, Any], model: Model) -> dict[str | None, Adapter]:
     """Returns what layouts train, by a name to print: everything; parts of it, with an adapter.
 
-    The adapters are one of every linear layer, with dropout; one of some of the layers, next to
-    which the head and the experts are trained; and that of the settings. A model without linear
-    layers has none of them.
+    The adapters are one of every linear layer, with dropout; one of some of the layers, with the
+    scale of rsLoRA, next to which the head and the experts are trained; one of the experts; and
+    that of the settings. A model without linear layers has none of them.
     """
     found: dict[str | None, Adapter] = {NONE: Adapter()}
     if model.linears:
@@ -28,12 +28,15 @@ def choices(settings: Mapping[str, Any], model: Model) -> dict[str | None, Adapt
         group = layer.rpartition("/")[0]
         target = f"{group}/*" if group else layer
         found[f"rank 2 of {target} and own heads"] = Adapter(
-            2, 7.0, (target,), trainable=",".join(_heads(model))
+            2, 7.0, (target,), trainable=",".join(_heads(model)), rslora=True
         )
         found["rank 3 of all layers"] = Adapter(3, 12.0, ("*",), dropout=0.25)
+    if model.expert_linears:
+        found["rank 2 of all experts"] = Adapter(2, 6.0, model.expert_linears, experts=True)
     section, trainable = settings["adapter"], settings["train"]["trainable"]
     if section["rank"] or trainable != "*":
-        keys = {name: section[name] for name in ("rank", "alpha", "targets", "dropout")}
+        names = ("rank", "alpha", "targets", "dropout", "rslora", "experts")
+        keys = {name: section[name] for name in names}
         configured = _fitting(Adapter(**keys, trainable=trainable), model)
         if configured is not None:
             found["of the config"] = configured
@@ -56,7 +59,8 @@ def _heads(model: Model) -> list[str]:
 
 def _fitting(adapter: Adapter, model: Model) -> Adapter | None:
     """Returns the adapter with the patterns that match something in the smaller model, or None."""
-    targets = tuple(name for name in adapter.targets if fnmatch.filter(model.linears, name))
+    linears = [*model.linears, *(model.expert_linears if adapter.experts else ())]
+    targets = tuple(name for name in adapter.targets if fnmatch.filter(linears, name))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     paths = [trees.name_of(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     wanted = [name.strip() for name in adapter.trainable.split(",")]

@@ -355,7 +355,14 @@ def program_of(
 
 def with_adapter(cfg: Config, adapter: Adapter) -> Config:
     """Returns the settings of a run that trains what `adapter` says."""
-    section = AdapterConfig(adapter.rank, adapter.alpha, adapter.targets, adapter.dropout)
+    section = AdapterConfig(
+        rank=adapter.rank,
+        alpha=adapter.alpha,
+        targets=adapter.targets,
+        dropout=adapter.dropout,
+        rslora=adapter.rslora,
+        experts=adapter.experts,
+    )
     train = dataclasses.replace(cfg.train, trainable=adapter.trainable)
     return dataclasses.replace(cfg, adapter=section, train=train)
 

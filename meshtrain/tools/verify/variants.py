@@ -22,8 +22,9 @@ ROPE_FRACTION, SMALLEST_PARTIAL_HEAD = 0.75, 6
 
 ADAPTER = "adapter"  # key of the adapter in a section; None without one
 ADAPTERS = (
-    Adapter(2, 7.0, ("layers/attention/*",)),
+    Adapter(2, 7.0, ("layers/attention/*",), rslora=True),
     Adapter(3, 5.0, ("*",), dropout=0.3),
+    Adapter(2, 6.0, ("layers/mlp/*",), experts=True),
 )
 
 FORMULAS = "kernels"  # `train.kernels` of a section; "plain" without it

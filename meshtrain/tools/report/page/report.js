@@ -165,7 +165,8 @@
       const title = name.split(":")[0];
       if (!known.has(name)) others.set(title, new Set([...(others.get(title) || []), name]));
     }
-    return [...GROUPS, ...[...others].map(([title, names]) => ({ title, names: [...names] }))];
+    // Tasks are evaluated at few steps.
+    return [...GROUPS, ...[...others].map(([title, names]) => ({ title, names: [...names], dots: title.startsWith("eval/") }))];
   }
   function seriesOf(group, runs) {
     const found = [];

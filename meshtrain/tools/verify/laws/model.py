@@ -112,6 +112,8 @@ def decoder(c: Mapping[str, Any], batch: Batch) -> str | None:
             alpha=adapter.alpha,
             targets=adapter.targets,
             dropout=adapter.dropout,
+            rslora=adapter.rslora,
+            experts=adapter.experts and bool(typed.num_experts),
         )
     if typed.dropout or (adapter is not None and adapter.dropout):
         row_keys = random.integers(2**32, size=(len(batch.tokens), 2), dtype=np.uint32)

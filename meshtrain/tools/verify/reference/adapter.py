@@ -32,10 +32,15 @@ class Adapter:
     targets: tuple[str, ...] = ("layers/*",)
     dropout: float = 0.0
     trainable: str = "*"
+    rslora: bool = False
+    experts: bool = False
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank if self.rank else 0.0
+        """Returns the factor of A B; that of rsLoRA (arXiv 2312.03732) has a root."""
+        if not self.rank:
+            return 0.0
+        return self.alpha / math.sqrt(self.rank) if self.rslora else self.alpha / self.rank
 
     def trains(self, path: str) -> bool:
         """Returns whether the parameter at `path` changes: by its gradient, or by what it measures.
@@ -104,6 +109,10 @@ def attached(
             found[name] = attached(value, f"{path}/{name}", layers, adapter, keys_BW)
         else:
             found[name] = value
+    if A in tree and tree[A].ndim + tree[B].ndim - 2 > tree["kernel"].ndim:
+        # Of experts, whose kernels (E, I, O) get the product.
+        product_EIO = jnp.einsum("eir,ero->eio", found.pop(A), found.pop(B))
+        return {**found, "kernel": tree["kernel"] + adapter.scale * product_EIO}
     if A in tree:
         site = FIRST_SITE + layers.index(path)
 
@@ -134,12 +143,13 @@ def initial_stddevs(
     for path in stddevs:
         layer, _, name = path.rpartition("/")
         is_in_layer = layer.startswith(("layers/", "first_layers/"))
-        # Generation multiplies queries by kv_up; experts are no linear layers.
+        # Generation multiplies queries by kv_up; the kernels of experts are no linear layers.
+        is_of_expert = _is_of_expert(layer, stddevs)
         is_linear = not layer.endswith(("/router", "/kv_up", "/shared_gate"))
-        is_linear = is_linear and not _is_of_expert(layer, stddevs)
+        is_linear &= adapter.experts or not is_of_expert
         is_target = any(fnmatch.fnmatchcase(layer, pattern) for pattern in adapter.targets)
         if name == "kernel" and is_in_layer and is_linear and is_target:
-            num_stacked = 1 if layer.startswith("layers/") else 0
+            num_stacked = int(layer.startswith("layers/")) + int(is_of_expert)
             inputs = shapes.get(f"{layer}/{A}", (1, 1, 1))[num_stacked:-1]
             found |= {f"{layer}/{A}": (3 * math.prod(inputs)) ** -0.5, f"{layer}/{B}": 0.0}
     return found

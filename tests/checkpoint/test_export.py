@@ -1,0 +1,220 @@
+"""`checkpoint.export`: model folders of a run, in the background, complete or not there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from meshtrain.checkpoint import export
+from meshtrain.cli import app
+from meshtrain.config.parse import parse
+from meshtrain.errors import ConfigError
+from meshtrain.huggingface import convert, files
+from meshtrain.train import train
+from tests.lib.configs import tiny_config
+from tests.lib.paths import ROOT
+
+
+def config_of(**settings):
+    c = tiny_config()
+    c.train.steps, c.eval.batches, c.mesh.data = 6, 0, 8
+    c.checkpoint.update(export="hf", **settings)
+    return c
+
+
+def events(workdir, name):
+    rows = map(json.loads, (workdir / "events.jsonl").read_text().splitlines())
+    return [row for row in rows if row["event"] == name]
+
+
+def tensors(folder):
+    return {name: one.read().tobytes() for name, one in files.tensors(folder).items()}
+
+
+def test_a_run_exports_its_checkpoints_and_keeps_them_until_then(tmp_path, monkeypatch):
+    workdir = tmp_path / "run"
+    seen = []
+    plain = export.Exporter._export
+
+    def slow(self, step):
+        # The run has ended its steps before the first export begins.
+        while not (workdir / "checkpoints" / "6").is_dir():
+            time.sleep(0.05)
+        seen.append(sorted(os.listdir(workdir / "checkpoints")))
+        return plain(self, step)
+
+    monkeypatch.setattr(export.Exporter, "_export", slow)
+    train(config_of(export_every=2, keep_last=1), workdir=workdir)
+    assert sorted(os.listdir(workdir / "model")) == ["2", "4", "6"]
+    assert seen[0] == ["2", "4", "6"]  # keep_last is 1
+    assert os.listdir(workdir / "checkpoints") == ["6"]
+    assert [row["step"] for row in events(workdir, "export")] == [2, 4, 6]
+    assert app.main("convert", [str(workdir), str(tmp_path / "converted")]) == 0
+    for name in ("2", "6"):
+        config = json.loads((workdir / "model" / name / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+    assert tensors(workdir / "model" / "6") == tensors(tmp_path / "converted")
+    assert tensors(workdir / "model" / "2") != tensors(workdir / "model" / "6")
+    card = (workdir / "model" / "4" / "README.md").read_text()
+    assert "# LlamaForCausalLM, step 4" in card and "| steps | 4 of 6 |" in card
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+
+
+def test_a_run_that_resumes_removes_what_is_half_done_and_exports_what_is_missing(tmp_path):
+    workdir = tmp_path / "run"
+    c = config_of(export_every=3)
+    c.checkpoint.export = ""
+    c.checkpoint.export_every = 0
+    c.checkpoint.every = 3
+    train(c, workdir=workdir)
+    half = workdir / "model" / "3.partial"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    c.checkpoint.update(export="hf", export_every=3)
+    train(c, workdir=workdir)
+    assert sorted(os.listdir(workdir / "model")) == ["3", "6"]
+    assert tensors(workdir / "model" / "3") != tensors(workdir / "model" / "6")
+    # Again, there is nothing left to do.
+    before = (workdir / "model" / "3").stat().st_mtime_ns
+    train(c, workdir=workdir)
+    assert (workdir / "model" / "3").stat().st_mtime_ns == before
+    assert len(events(workdir, "export")) == 2
+
+
+def test_an_export_that_fails_ends_no_run(tmp_path, capsys):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "model").write_text("a file where the folder is to be")
+    train(config_of(), workdir=workdir)
+    (row,) = events(workdir, "export_failed")
+    assert row["step"] == 6 and row["error"]
+    assert "step 6 could not be exported" in capsys.readouterr().out
+    assert len(events(workdir, "end")) == 1
+
+
+def test_an_export_replaces_that_of_a_checkpoint_that_was_lost(tmp_path):
+    workdir = tmp_path / "run"
+    old = workdir / "model" / "6"
+    old.mkdir(parents=True)
+    (old / "config.json").write_text("{}")
+    train(config_of(export_every=6), workdir=workdir)
+    assert "architectures" in json.loads((old / "config.json").read_text())
+    assert os.listdir(workdir / "model") == ["6"]
+
+
+def test_an_export_in_progress_ends_with_the_run(tmp_path, monkeypatch):
+    """A run that stops early does not wait, and leaves no half folder."""
+    workdir = tmp_path / "run"
+    monkeypatch.setattr(export, "START", "import time\ntime.sleep(600)\n")
+    exporter = export.Exporter(
+        workdir,
+        parse(config_of(export_every=2), num_devices=8).checkpoint,
+        event=lambda *args, **fields: None,
+        log=lambda text: None,
+    )
+    half = workdir / "model" / "2.partial"
+    half.mkdir(parents=True)
+    exporter.add(2)
+    while exporter._process is None:
+        time.sleep(0.01)
+    exporter.close()
+    assert exporter._process.returncode == -signal.SIGKILL
+    assert os.listdir(workdir / "model") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "workdir", "fault"),
+    [
+        ({}, None, "checkpoint.export=hf: is written to WORKDIR/model; add --workdir=DIR"),
+        ({}, "gs://bucket/run", "--workdir=gs://bucket/run is an object store"),
+        ({"norm": "layer"}, "run", "no supported architecture of transformers computes"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line_at_the_start(change, workdir, fault, tmp_path):
+    c = config_of()
+    c.model.update(change)
+    place = tmp_path / "run" if workdir == "run" else workdir
+    faults = convert.export_faults(parse(c, num_devices=8), place)
+    assert len(faults) == 1 and fault in faults[0]
+    if workdir == "run":
+        with pytest.raises(ConfigError, match="checkpoint.export=hf: no supported"):
+            train(c, workdir=place)
+        assert not place.exists()
+
+
+def test_wrong_settings_are_named():
+    c = tiny_config()
+    c.checkpoint.update(export="gguf", export_every=-1)
+    with pytest.raises(ConfigError) as caught:
+        parse(c, num_devices=8)
+    assert any("checkpoint.export='gguf': use hf" in fault for fault in caught.value.faults)
+    c.checkpoint.update(export="", export_every=5)
+    with pytest.raises(ConfigError, match="checkpoint.export_every=5: nothing is exported"):
+        parse(c, num_devices=8)
+
+
+KILLED = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 1)
+from meshtrain.train import train
+from tests.lib.configs import tiny_config
+c = tiny_config()
+c.train.steps, c.eval.batches = 100_000, 0
+c.checkpoint.update(export="hf", export_every=20, keep_last=2)
+train(c, workdir=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.5, 4.0])
+def test_a_kill_leaves_no_folder_that_is_half_written(seconds, tmp_path):
+    """At any moment of an export: every folder without .partial in its name is complete."""
+    workdir = tmp_path / "run"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(workdir)], env=environ)
+    try:
+        while not [*workdir.glob("model/*")]:
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(seconds)
+    finally:
+        process.kill()
+        process.wait()
+    time.sleep(0.5)  # its export ends with it
+    sizes = {path: path.stat().st_size for path in workdir.rglob("*.partial/*")}
+    time.sleep(0.5)
+    assert sizes == {path: path.stat().st_size for path in workdir.rglob("*.partial/*")}
+    for folder in workdir.glob("model/*"):
+        if not folder.name.endswith(".partial"):
+            names = {path.name for path in folder.iterdir()}
+            assert {"config.json", "model.safetensors", "README.md"} <= names
+            assert all(np.isfinite(one.read()).all() for one in files.tensors(folder).values())
+
+
+TRANSFORMERS = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+tokens = torch.arange(24).reshape(2, 12) * 7 % 61
+print(float(model(tokens, labels=tokens).loss))
+"""
+
+
+@pytest.mark.slow
+def test_transformers_reads_an_export(tmp_path):
+    python = os.environ.get("PYTHON_WITH_PEFT", sys.executable)
+    command = [python, "-c", "import torch, transformers"]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("torch and transformers are not installed; PYTHON_WITH_PEFT names a Python")
+    train(config_of(), workdir=tmp_path / "run")
+    command = [python, "-c", TRANSFORMERS, str(tmp_path / "run" / "model" / "6")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert 0 < float(result.stdout) < 10

@@ -1,0 +1,50 @@
+"""Writes the folders in adapters/: an adapter of a golden model as PEFT saves it, and its logits.
+
+  python tests/huggingface/make_adapters.py       # torch 2.13.0, transformers 5.24, peft 0.21.2
+
+logits.npy has the logits of `TOKENS` that PEFT computes. B is random, as after training.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+HERE = Path(__file__).resolve().parent
+TOKENS = np.arange(24).reshape(2, 12) * 7 % 61
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ADAPTERS = {  # family: its settings
+    "llama3": dict(use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"]),
+    "qwen3_moe": dict(target_modules=["q_proj", "o_proj"], target_parameters=EXPERTS),
+    "deepseek_v3": dict(use_rslora=True, target_parameters=EXPERTS[:1]),
+    "mixtral": dict(target_modules=["k_proj"], layers_to_transform=[1], lora_dropout=0.25),
+    "gpt2": dict(target_modules=["c_attn", "c_fc"], alpha_pattern={r".*\.c_fc": 3}),
+}
+
+
+def main() -> None:
+    for family, settings in ADAPTERS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(
+            HERE / "golden" / family, dtype=torch.float32, experts_implementation="eager"
+        )
+        config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=6, **settings)
+        adapted = get_peft_model(model, config).eval()
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        folder = HERE / "adapters" / family
+        adapted.save_pretrained(folder)
+        (folder / "README.md").unlink()
+        file = folder / "adapter_config.json"
+        saved = json.loads(file.read_text())
+        saved["base_model_name_or_path"] = f"tiny/{family}"
+        file.write_text(json.dumps(saved, indent=2) + "\n")
+        np.save(folder / "logits.npy", adapted(torch.tensor(TOKENS)).logits.detach().numpy())
+
+
+if __name__ == "__main__":
+    main()
