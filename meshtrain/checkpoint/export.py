@@ -122,7 +122,7 @@ class Exporter:
             try:
                 what = self._export(step)
             except (OSError, _Failed) as error:
-                fault = str(error)
+                fault = str(error) or type(error).__name__
             if self._closed:
                 return
             seconds = time.perf_counter() - began
