@@ -118,17 +118,16 @@ class Exporter:
     def _run(self) -> None:
         while (step := self._queue.get()) is not None:
             began = time.perf_counter()
+            what = fault = ""
             try:
                 what = self._export(step)
-            except OSError as error:
-                what, fault = "", str(error)
-            except _Failed as error:
-                what, fault = "", str(error)
+            except (OSError, _Failed) as error:
+                fault = str(error) or type(error).__name__
             if self._closed:
                 return
             seconds = time.perf_counter() - began
             target = self._folder / str(step)
-            if what:
+            if not fault:
                 text = f"exported    {target}: {what}, in {seconds:.0f} s in the background"
                 fields = {"step": step, "path": str(target), "seconds": seconds}
                 self._outcomes.put(("export", text, fields))

@@ -375,7 +375,7 @@ def get_config() -> ConfigDict:
     adapter.experts = False
     adapter.dropout = 0.0  # probability of dropout of the input of A, in training only
     # folder of an adapter in the layout of PEFT, with which a new run begins; with adapter.rank=0
-    # also rank, alpha, rslora, dropout, targets and experts are those of the folder; "": none
+    # rank, alpha, rslora, dropout, targets and experts come from the folder too; "": none
     adapter.init_from = ""
 
     config.eval = evaluation = Section()

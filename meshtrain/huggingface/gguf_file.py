@@ -345,7 +345,7 @@ def _add_tokenizer(writer: Any, folder: Path, section: Section, gguf: Any) -> st
         )
     writer.add_token_list(tokens)
     writer.add_token_scores(scores)
-    writer.add_token_types([int(kind) for kind in types])
+    writer.add_token_types(types)
     if used.bos is not None:
         writer.add_bos_token_id(used.bos)
     writer.add_add_bos_token(used.adds_bos)

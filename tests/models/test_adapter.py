@@ -493,3 +493,33 @@ def test_layers_that_nnx_stacked_get_no_adapter():
 
     model = from_nnx(lambda rngs: stacked(rngs.split(4)), lambda module, x: weighted(x))
     assert model.linears == {}
+
+
+@pytest.mark.slow
+def test_an_adapter_of_experts_trains_equally_on_every_mesh():
+    """Where tokens are sent to the devices of their experts, too; dropout has no place there."""
+    losses = []
+    meshes = (dict(data=8), dict(expert=4, tensor=2), dict(pipeline=2, fsdp=2, expert=2))
+    for sizes in meshes:
+        c = tiny_config()
+        c.model.update(num_layers=2, num_experts=4, d_expert=8)
+        c.adapter.update(rank=2, alpha=6.0, targets=("layers/mlp/*",), experts=True, rslora=True)
+        c.mesh.update({"data": 1, **sizes})
+        c.train.update(steps=3, log_every=1, global_batch=16, num_microbatches=2)
+        c.optim.update(learning_rate=0.05, schedule="constant", warmup_steps=0)
+        c.eval.batches = 0
+        rows = []
+        state = train(c, on_metrics=rows.append).state
+        losses.append([row["loss"] for row in rows if "loss" in row])
+        a = state.params["layers"]["mlp"]["up"]["lora_a"]
+        assert a.shape == (2, 4, c.model.d_model, 2)
+        assert np.abs(state.params["layers"]["mlp"]["down"]["lora_b"]).max() > 0.01
+    assert losses[0][0] != losses[0][-1]
+    for others in losses[1:]:
+        np.testing.assert_allclose(others, losses[0], rtol=2e-5)
+    c.adapter.dropout = 0.1
+    with pytest.raises(ConfigError, match="adapter.dropout=0.1: the update of an expert"):
+        train(c)
+    c.adapter.update(dropout=0.0, experts=False, targets=("layers/mlp/up",))
+    with pytest.raises(ConfigError, match="which adapter.experts=True adapts"):
+        train(c)
