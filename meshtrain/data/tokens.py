@@ -79,6 +79,7 @@ def build(
     template: str = "",
     num_workers: int = 0,  # for rows:build, as index_path
     index_path: str = "",
+    learned: str = "replies",  # for chat:build
 ) -> Source:
     """Returns the "train" or "heldout" split of `path`; raises ConfigError if the data is unusable.
 

@@ -91,12 +91,17 @@ class Sampling:
         )
 
     def draw(
-        self, logits_BV: jax.Array, number: jax.Array, tokens_BH: jax.Array | None = None
+        self,
+        logits_BV: jax.Array,
+        number: jax.Array,
+        tokens_BH: jax.Array | None = None,
+        stream: jax.Array | int = 0,
     ) -> jax.Array:
         """Returns the token of each row (B,) at step `number`; it does not depend on other rows.
 
         With `reads_tokens`, `tokens_BH` are the rows so far, aligned at their ends, with NO_TOKEN
         before the beginning of shorter ones; the last `number` tokens of a row were generated.
+        Each `stream` has other random numbers.
         """
         logits_BV = jnp.asarray(logits_BV, jnp.float32)
         if self.vocab_size:
@@ -112,7 +117,8 @@ class Sampling:
         # XLA takes smaller numbers for 0, and 0 / 0 for NaN, of which top_k and top_p keep nothing.
         temperature = max(self.temperature, float(jnp.finfo(jnp.float32).tiny))
         logits_BV = self._mask_unlikely(below_best_BV / temperature)
-        key = jax.random.fold_in(jax.random.key(self.seed), number)
+        key = jax.random.key(jnp.uint32(self.seed) + jnp.asarray(stream, jnp.uint32))
+        key = jax.random.fold_in(key, number)
         keys_B = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(logits_BV)))
         return jax.vmap(jax.random.categorical)(keys_B, logits_BV)
 
@@ -189,6 +195,7 @@ class Sampling:
 
 
 Generate = Callable[..., Iterator[list[int | None]]]
+Decode = Callable[..., tuple[jax.Array, Any]]  # `_decode` of a model and a sampling
 
 
 def generate(
@@ -216,8 +223,9 @@ def generator(
     dtype: str,
     sampling: Sampling,
     few_shapes: bool = False,
+    decode: Decode | None = None,
 ) -> Generate:
-    """Returns the function (prompts, *, length, stop=(), ended=()) that generates text.
+    """Returns the function (prompts, *, length, stop=(), ended=(), stream=0) that generates text.
 
     It yields the next token of each row, up to `length` times. From a row's first `stop` token on,
     it is None; so it is from the next step on for the rows in `ended`, to which the caller may add
@@ -226,7 +234,8 @@ def generator(
     half of them, computed anew. Longer rows do not shorten it.
 
     Calls of the function share compiled programs. With `few_shapes`, prompts and caches are padded
-    to powers of two, so that prompts of other lengths share them too.
+    to powers of two, so that prompts of other lengths share them too. So do other parameters, if
+    both calls of `generator` get the same `decode`, of `make_decode`.
     """
     model = program.model
     for name in ("cached_embed", "cached_block"):
@@ -236,13 +245,7 @@ def generator(
             )
     with program.active():
         _, num_shards = sharding.batch_slices(tuple(program.mesh.shape))
-    replicated = jax.NamedSharding(program.mesh, jax.P())
-    decode = jax.jit(
-        partial(_decode, model, sampling),
-        static_argnames=("size", "dtype"),
-        donate_argnames="cache",
-        out_shardings=(replicated, None),
-    )
+    decode = decode or make_decode(program, sampling)
     params = _to_compute_dtype(program, params, dtype)
 
     def decode_step(**inputs: Any) -> tuple[jax.Array, Any]:
@@ -259,6 +262,16 @@ def generator(
     )
 
 
+def make_decode(program: Program, sampling: Sampling) -> Decode:
+    """Returns the program that `generator` runs; it is compiled for each shape when it is used."""
+    return jax.jit(
+        partial(_decode, program.model, sampling),
+        static_argnames=("size", "dtype"),
+        donate_argnames="cache",
+        out_shardings=(jax.NamedSharding(program.mesh, jax.P()), None),
+    )
+
+
 def _generate(
     decode_step: Callable[..., tuple[jax.Array, Any]],
     prompts: Sequence[Sequence[int]],
@@ -266,6 +279,7 @@ def _generate(
     length: int,
     stop: Collection[int | None] = (),
     ended: Collection[int] = (),
+    stream: int = 0,
     context: int,
     num_shards: int,
     reads_tokens: bool,
@@ -300,7 +314,12 @@ def _generate(
         # Prefill: compute a new cache from the last tokens of each row.
         size = width + min(room, growth, length - number)
         window, num_pads = _window(rows, width, num_seen)
-        step = partial(decode_step, num_pads=num_pads, size=padded(size, limit=2 * size))
+        step = partial(
+            decode_step,
+            num_pads=num_pads,
+            stream=stream,
+            size=padded(size, limit=2 * size),
+        )
         sampled, cache = step(
             tokens=window, start=0, number=number, newest=newest_tokens(), cache=None
         )
@@ -361,6 +380,7 @@ def _decode(
     start: jax.Array | int,
     number: jax.Array | int,
     newest: jax.Array | None,
+    stream: jax.Array | int,
     cache: Any,
     size: int,
     dtype: str,
@@ -393,7 +413,7 @@ def _decode(
     x, layer_caches = jax.lax.scan(block, x, (model.stack(params["layers"]), layer_caches))
     last = jax.tree.map(lambda leaf: leaf[:, -1:], x)
     logits_BV = model.logits(params, last)[:, 0]
-    return sampling.draw(logits_BV, number, newest), (embed_cache, layer_caches)
+    return sampling.draw(logits_BV, number, newest, stream), (embed_cache, layer_caches)
 
 
 def _window(

@@ -20,7 +20,7 @@ import yaml
 from meshtrain import errors
 from meshtrain.errors import ConfigError, did_you_mean
 
-# Builders of `datasets` that read data and nothing else; there are others, such as of pickles.
+# Builders of `datasets` that read data and nothing else; others run code that is in the data.
 DATA_FORMATS = ("json", "csv", "parquet", "text", "arrow", "xml")
 REMEDY = "read the code, then add --trust_code"
 
@@ -310,7 +310,7 @@ def _read_config(path: Path, functions: list[str], included_by: Sequence[Path]) 
     Loader.add_multi_constructor("!", function)
     try:
         with open(path, "rb") as file:
-            config = yaml.load(file, Loader)
+            config = Loader(file).get_single_data()
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path}: cannot be read as YAML: {reason}") from None

@@ -4,6 +4,7 @@ The conventions are those of its own backend for transformers (`lm_eval.models.h
 0.4.13), so that a model has the same results there.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -169,7 +170,9 @@ class TaskModel:
                 num_added = self.batch - len(rows)
                 rows += [rows[-1]] * num_added
                 ended = {*range(len(batch), self.batch)}
-                new = self._generate_batch(run, rows, ended, length, stop_texts)
+                # Batches have other random numbers: a task may ask for many texts of a prompt.
+                write = functools.partial(run, rows, length=length, stream=start)
+                new = self._generate_batch(write, len(rows), ended, stop_texts)
                 for numbers, text in zip(batch, new[: len(batch)], strict=True):
                     for number in numbers:
                         found[number] = text
@@ -181,17 +184,16 @@ class TaskModel:
 
     def _generate_batch(
         self,
-        run: Callable[..., Iterator[list[int | None]]],
-        rows: Sequence[list[int]],
+        write: Callable[..., Iterator[list[int | None]]],
+        num_rows: int,
         ended: set[int],
-        length: int,
         stop_texts: Sequence[str],
     ) -> list[str]:
         stop_texts = [text for text in stop_texts if text]
         num_looked_at = LOOKBACK + max((len(text.encode()) for text in stop_texts), default=0)
-        new: list[list[int]] = [[] for _ in rows]
+        new: list[list[int]] = [[] for _ in range(num_rows)]
         # Every process runs every step, and finds the same stops.
-        for step in run(rows, length=length, stop=self.stop, ended=ended):
+        for step in write(stop=self.stop, ended=ended):
             for number, token in enumerate(step):
                 if token is None or number in ended:
                     continue

@@ -199,6 +199,7 @@ class Evaluator:
         self._reader = reader
         self._batch = batch or cfg.train.global_batch
         self._stop_requested = stop_requested
+        self._decodes: dict[Sampling, sampling.Decode] = {}
         self._scorer = Scorer(
             cfg,
             program,
@@ -218,6 +219,8 @@ class Evaluator:
                 # The embedding may have more rows than the tokenizer has tokens. As in transformers
                 # a tokenizer.json reads these as no text.
                 given = dataclasses.replace(given, vocab_size=reader.tokenizer.vocab_size)
+            if given not in self._decodes:
+                self._decodes[given] = sampling.make_decode(program, given)
             return sampling.generator(
                 program,
                 placed,
@@ -225,6 +228,7 @@ class Evaluator:
                 dtype=self._cfg.train.dtype,
                 sampling=given,
                 few_shapes=True,
+                decode=self._decodes[given],
             )
 
         return TaskModel(

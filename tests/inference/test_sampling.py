@@ -509,3 +509,13 @@ def test_a_model_without_a_cache_is_rejected_in_a_line(name):
     program = dataclasses.replace(program, model=dataclasses.replace(program.model, **{name: None}))
     with pytest.raises(ConfigError, match=f"model: has no {name}, which generation needs"):
         sampled_rows(program, params, [[1]], length=1)
+
+
+def test_each_stream_has_other_random_numbers():
+    logits = np.zeros((64, 50), np.float32)
+    drawn = Sampling(seed=3).draw
+    first = np.asarray(drawn(logits, 5))
+    np.testing.assert_array_equal(np.asarray(drawn(logits, 5, stream=0)), first)
+    streams = [np.asarray(jax.jit(drawn)(logits, 5, None, n)) for n in range(3)]
+    np.testing.assert_array_equal(streams[0], first)
+    assert (streams[1] != first).mean() > 0.8 and (streams[2] != streams[1]).mean() > 0.8

@@ -129,10 +129,12 @@ def test_windows_are_those_of_the_harness():
 # ---- generation ----
 
 
-def writer(texts, prompts_seen):
+def writer(texts, prompts_seen, streams=None):
     """Returns a generator that writes these texts, one per prompt, in the bytes tokenizer."""
+    streams = [] if streams is None else streams
 
-    def run(prompts, *, length, stop, ended):
+    def run(prompts, *, length, stop, ended, stream):
+        streams.append(stream)
         prompts_seen.append([bytes(prompt).decode() for prompt in prompts])
         rows = [texts[bytes(prompt).decode()].encode() for prompt in prompts]
         for step in range(length):
@@ -170,11 +172,13 @@ def test_a_prompt_loses_its_beginning():
 
 
 def test_sampled_texts_are_not_shared():
-    seen = []
-    given = model(generator=writer(TEXTS, seen), context=20)
+    seen, streams = [], []
+    given = model(generator=writer(TEXTS, seen, streams), context=20)
     settings = {"do_sample": True, "temperature": 0.5}
-    given.generate(["a", "a"], length=12, stop_texts=[], settings=settings, name="")
-    assert seen == [["a", "a"]]
+    given.generate(["a"] * 4, length=12, stop_texts=[], settings=settings, name="")
+    assert seen == [["a", "a"]] * 2
+    # Otherwise the first texts of both batches would be the same.
+    assert len({*streams}) == 2
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 4}, {"typical_p": 0.9}])
