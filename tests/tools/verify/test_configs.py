@@ -55,7 +55,7 @@ def test_a_config_like_another_equals_one_device_in_a_layout(name, x64):
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_layouts_of_a_model_with_sinks_have_no_kernel_that_declines_them(has_sinks):
+def test_layouts_of_a_model_with_sinks_have_no_kernel_that_declines_them(has_sinks, x64):
     raw = tiny_config()
     raw.model.attention_sinks = has_sinks
     rows = layouts.select(VerifyCase(raw, None, None, keep_sizes=False))
