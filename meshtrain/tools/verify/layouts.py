@@ -58,9 +58,11 @@ def select(
     """
     factors = [factor for factor in _factors(case, without) if not fixed.keys() & factor[0].keys()]
     rows = pairwise(_bases(case), [*factors, [dict(fixed)]])
+    has_sinks = case.raw["model"].get("attention_sinks", False)
     for row in rows:
-        # These methods compute in blocks.
-        if row.get("attention_impl") == "splash" and row["context_method"] in ("ring", "gather"):
+        # These methods compute in blocks, and so does attention with sinks.
+        in_blocks = has_sinks or row["context_method"] in ("ring", "gather")
+        if row.get("attention_impl") == "splash" and in_blocks:
             row["attention_impl"] = "blockwise:3"
         # A pipeline offloads only its moments.
         if row["remat"] == OFFLOAD and row["pipeline"] > 1:

@@ -12,6 +12,7 @@ from meshtrain.config.load import load_config
 from meshtrain.tools.verify import layouts, verify
 from meshtrain.tools.verify.case import VerifyCase
 from meshtrain.tools.verify.laws import rounding as rounding_laws
+from tests.lib.configs import tiny_config
 from tests.lib.paths import ROOT
 
 # A quick verification takes two to twelve minutes next to other tests. The others differ from this
@@ -51,6 +52,14 @@ def test_a_config_like_another_equals_one_device_in_a_layout(name, x64):
     rows = [row for row in rows if subject.for_layout(row) is subject.shallow]
     result = verify.check_layout(subject, rows[OTHERS.index(name) % len(rows)])
     assert result.fault is None and max(result.differences.values()) < verify.TOLERANCE
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_layouts_of_a_model_with_sinks_have_no_kernel_that_declines_them(has_sinks, x64):
+    raw = tiny_config()
+    raw.model.attention_sinks = has_sinks
+    rows = layouts.select(VerifyCase(raw, None, None, keep_sizes=False))
+    assert any(row["attention_impl"] == "splash" for row in rows) != has_sinks
 
 
 @pytest.mark.slow
