@@ -397,7 +397,7 @@ def test_tasks_of_the_harness_are_no_code_of_others(folders):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tasks=choise"], "--tasks=choise: is no task (did you mean"),
+        (["--tasks=choicce"], "--tasks=choicce: is no task (did you mean"),
         (["--tasks=choice,,"], "has an empty name"),
         (["--tasks=choice", "--limit=0"], "--limit=0: use a number of questions"),
         (["--tasks=choice", "--limit=1.5"], "--limit=1.5: use an integer"),
@@ -525,7 +525,7 @@ def test_a_run_stops_within_the_evaluation_of_tasks(folders, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tasks": "choise"}, "eval.tasks=choise: is no task"),
+        ({"tasks": "choicce"}, "eval.tasks=choicce: is no task"),
         ({"tasks": "choice,"}, "eval.tasks=choice,: use names, with commas between"),
         ({"tasks_path": "nowhere"}, "eval.tasks_path=.*nowhere: is no folder"),
         ({"tasks": "", "tasks_every": 5}, "eval.tasks_every=5: there are no tasks"),
