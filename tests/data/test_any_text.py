@@ -18,7 +18,7 @@ from meshtrain.data import corpus, packing, split_points, tokenizer
 from meshtrain.data.prepare import inputs, streams
 from meshtrain.data.prepare.records import text_of
 from meshtrain.data.source import to_batch
-from meshtrain.inference.generate import stream_text
+from meshtrain.inference.generate import TextStream
 
 EXAMPLES = hypothesis.settings(
     derandomize=True, deadline=None, max_examples=60, database=None, print_blob=False
@@ -155,8 +155,9 @@ def test_generated_text_is_written_once_token_by_token(prompt, text):
     prompt, text = prompt.replace("\0", ""), text.replace("\0", "")
     tokens = bytes_tokenizer.encode(text).tolist()
     assert bytes_tokenizer.decode(tokens) == text
-    parts = list(stream_text(bytes_tokenizer, bytes_tokenizer.encode(prompt).tolist(), tokens))
-    assert "".join(parts) == text
+    stream = TextStream(bytes_tokenizer, bytes_tokenizer.encode(prompt).tolist())
+    parts = [stream.add(token) for token in tokens]
+    assert "".join([*parts, stream.end()]) == text
 
 
 # ---- packing ----

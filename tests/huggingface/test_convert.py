@@ -61,7 +61,7 @@ def test_an_import_of_bfloat16_shards_keeps_every_bit(family, tmp_path):
     tensors = {name: x.astype(BF16) for name, x in arrays(source).items()}
     (source / files.SINGLE_FILE).unlink()
     save(source, tensors, shard_bytes=7000)
-    assert len(list(source.glob("*.safetensors"))) > 2
+    assert len(list(source.glob("*.safetensors"))) > 1
     run(source, tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["train"]["param_dtype"] == config["optim"]["moment_dtype"] == "bfloat16"
