@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from meshtrain import console, storage
-from meshtrain.checkpoint import initial, lock, resume, run_tokenizer
+from meshtrain.checkpoint import initial, lock, resume, run_tokenizer, vocabulary
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.saver import Saver
 from meshtrain.cluster import distributed, progress
@@ -311,11 +311,12 @@ def _state_initializer(
     adapter. Raises ConfigError if these do not fit; nothing of the arrays is read yet.
     """
     params = program.abstract_state.params
+    own_vocabulary = vocabulary.of_model(cfg.model.options, program.model.axes)
     # An adapter of that run is merged if this run begins with another one.
     own_adapter = replace(cfg.adapter, rank=0) if cfg.adapter.init_from else cfg.adapter
     loads: list[Callable[[Params], Params]] = []
     is_loaded = None
-    folder = start.find(cfg, identity, params, log=writer.log)
+    folder = start.find(cfg, identity, params, vocabulary=own_vocabulary, log=writer.log)
     if folder:
         is_loaded = folder.has
         loads.append(
@@ -330,6 +331,7 @@ def _state_initializer(
             identity,
             params,
             adapter=own_adapter,
+            vocabulary=own_vocabulary,
             log=writer.log,
         )
         if source := find_source():
@@ -340,6 +342,7 @@ def _state_initializer(
                     only=cfg.checkpoint.init_only,
                     look_again=find_source,
                     adapter=own_adapter,
+                    vocabulary=own_vocabulary,
                     event=writer.event,
                     log=writer.progress,
                 )

@@ -136,6 +136,11 @@ def shapes(tree: Any) -> dict[str, str]:
     }
 
 
+def shape_of(kind: str) -> tuple[int, ...]:
+    """Returns the shape in a "(shape) dtype"."""
+    return ast.literal_eval(_shape(kind))
+
+
 def shapes_of(state: TrainState) -> dict[str, str]:
     return shapes(fields(state))
 

@@ -9,7 +9,9 @@ import jax
 
 from meshtrain import storage
 from meshtrain.checkpoint import arrays, find, manifest, resume
+from meshtrain.checkpoint import vocabulary as vocabularies
 from meshtrain.checkpoint.manifest import CorruptCheckpoint, Manifest
+from meshtrain.checkpoint.vocabulary import Growth, Vocabulary
 from meshtrain.cluster import distributed
 from meshtrain.config import load
 from meshtrain.config.schema import AdapterConfig, CheckpointConfig
@@ -33,21 +35,23 @@ def find_source(
     params: Params,
     *,
     adapter: AdapterConfig,
+    vocabulary: Vocabulary,
     log: Callable[[str], None],
 ) -> Source | None:
     """Returns the checkpoint named by `checkpoint.init_from`, or None if that is empty.
 
     All processes call it; process 0 chooses, since a run may be saving there. Raises ConfigError
     if the checkpoint does not fit `params`, which may be abstract; nothing of the arrays is read
-    yet. Logs if its run had another tokenizer than the data of this run; `identity` has their
-    digests.
+    yet. It fits if `vocabulary`, that of this run, has more tokens. Logs if its run had another
+    tokenizer than the data of this run; `identity` has their digests.
     """
     if not settings.init_from:
         return None
 
     def choose() -> str:
         directory, saved = find.find_valid(path, log=log, verify=manifest.check)
-        _check_shapes(directory, saved, params, settings.init_only, adapter)
+        like_saved = _as_saved(params, saved, _growth(saved, vocabulary))
+        _check_shapes(directory, saved, like_saved, settings.init_only, adapter)
         changes = resume.identity_changes(saved, identity)
         if "tokenizer" in changes:
             then, now = changes["tokenizer"]
@@ -79,6 +83,7 @@ def load_params(
     *,
     look_again: Callable[[], Source | None],
     adapter: AdapterConfig,
+    vocabulary: Vocabulary,
     event: Callable[..., None],
     log: Callable[[str], None],
 ) -> Params:
@@ -94,7 +99,13 @@ def load_params(
     for _ in range(find.MAX_LOOKS):
         try:
             return _load_params(
-                params, source.directory, only, adapter=adapter, event=event, log=log
+                params,
+                source.directory,
+                only,
+                adapter=adapter,
+                vocabulary=vocabulary,
+                event=event,
+                log=log,
             )
         except ConfigError:  # on all processes
             is_named = source.directory == source.path  # by the user: there is no other
@@ -113,6 +124,7 @@ def _load_params(
     only: str,
     *,
     adapter: AdapterConfig,
+    vocabulary: Vocabulary,
     event: Callable[..., None],
     log: Callable[[str], None],
 ) -> Params:
@@ -122,10 +134,17 @@ def _load_params(
     try:
         saved = _read_manifest(directory)
         source = _adapter_of(saved)
+        growth = _growth(saved, vocabulary)
+        like = params
         params, fresh, unused = arrays.restore_params(
-            directory, _comparable(saved, own), params, _patterns(only), agree=_agree
+            directory,
+            _comparable(saved, own),
+            _as_saved(params, saved, growth),
+            _patterns(only),
+            agree=_agree,
         )
         loaded = {trees.name_of(path) for path, _ in jax.tree.leaves_with_path(params)} - {*fresh}
+        params = vocabularies.grow(params, like, loaded, growth)
 
         # ---- the checkpoint's adapter, of the layers that match `only` ----
         if source is not None and source == own:
@@ -147,6 +166,8 @@ def _load_params(
     if source is not None and found:
         how = {"loaded": "", "merged": " merged into the kernels"}[found]
         message += f", with its adapter (rank {source.rank}, alpha {source.alpha:g}){how}"
+    if growth:
+        message += f" · {growth}"
     if fresh:
         message += f" · new here: {', '.join(fresh)}"
     if unused:
@@ -177,6 +198,19 @@ def _patterns(only: str) -> list[str]:
 
 
 # ---- shapes, before anything is compiled ----
+
+
+def _growth(saved: Manifest, vocabulary: Vocabulary) -> Growth | None:
+    model = saved.config.get("model")
+    old = model.get("vocab_size") if isinstance(model, Mapping) else None
+    return vocabularies.growth(vocabulary, old)
+
+
+def _as_saved(params: Params, saved: Manifest, growth: Growth | None) -> Params:
+    """Returns `params`, those with a row for each token as they are in the checkpoint."""
+    kinds = arrays.saved_params(saved.arrays)
+    shapes = {path: arrays.shape_of(kind) for path, kind in kinds.items()}
+    return vocabularies.as_saved(params, shapes, growth)
 
 
 def _check_shapes(

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.checkpoint import resume
+from meshtrain.checkpoint import vocabulary as vocabularies
+from meshtrain.checkpoint.vocabulary import Growth, Vocabulary
 from meshtrain.cluster import distributed
 from meshtrain.config import load
 from meshtrain.config.schema import Config
@@ -98,8 +100,9 @@ class Start(NamedTuple):
     """A folder that a new run takes parameters from."""
 
     folder: Path
-    section: Section  # of the run
+    section: Section  # of the run; with the vocabulary of the folder if that grows
     patterns: Sequence[str]  # of the parameters to take
+    growth: Growth | None
 
     def has(self, path: str) -> bool:
         """Returns whether the parameter at this path is taken from the folder."""
@@ -108,13 +111,19 @@ class Start(NamedTuple):
 
 
 def find(
-    cfg: Config, identity: Mapping[str, str], params: Params, *, log: Callable[[str], None]
+    cfg: Config,
+    identity: Mapping[str, str],
+    params: Params,
+    *,
+    vocabulary: Vocabulary,
+    log: Callable[[str], None],
 ) -> Start | None:
     """Returns the folder in `checkpoint.init_from`; None if that names something else.
 
     All processes call it. Raises ConfigError if it does not fit `params`, which may be abstract;
-    only headers are read. Logs the keys of the model that differ from those of its config.json, and
-    another tokenizer than that of the data; `identity` has the digest of that one.
+    only headers are read. It fits if `vocabulary`, that of the run, has more tokens. Logs the keys
+    of the model that differ from those of its config.json, and another tokenizer than that of the
+    data; `identity` has the digest of that one.
     """
     path = cfg.checkpoint.init_from
     folder = folder_of(path)
@@ -122,7 +131,11 @@ def find(
         return None
     with distributed.raise_on_all_processes():
         patterns = [pattern.strip() for pattern in cfg.checkpoint.init_only.split(",")]
-        start = Start(folder, _section_of(cfg), patterns)
+        section = _section_of(cfg)
+        growth = vocabularies.growth(vocabulary, _tokens_in(folder))
+        if growth:
+            section["vocab_size"] = growth.old
+        start = Start(folder, section, patterns, growth)
         differing = _check(start, params)
     for difference in differing:
         log(f"init_from   {difference}, as {folder / config_json.NAME} has")
@@ -143,6 +156,14 @@ def _section_of(cfg: Config) -> Section:
             f"model.build={cfg.model.build} is another model; use {BUILD}"
         )
     return {**config_json.SECTION_DEFAULTS, **cfg.model.options, "build": BUILD}
+
+
+def _tokens_in(folder: Path) -> int:
+    """Returns the number of tokens of the model in a folder."""
+    try:
+        return weights.model_section(folder)["vocab_size"]
+    except ConfigError as error:
+        raise ConfigError(*(f"{INIT_FROM}={fault}" for fault in error.faults)) from error
 
 
 def _check(start: Start, params: Params) -> list[str]:
@@ -186,10 +207,15 @@ def load_params(
 
     All processes call it. `params` of the folder may be abstract, so that they take no memory.
     """
+    like = params
     with distributed.raise_on_all_processes():
         params = weights.read(start.folder, params, start.section, start.has)
     message = f"parameters of {start.folder}"
-    fresh = [path for path in weights.paths_of(params) if not start.has(path)]
+    paths = weights.paths_of(params)
+    fresh = [path for path in paths if not start.has(path)]
+    params = vocabularies.grow(params, like, {*paths} - {*fresh}, start.growth)
+    if start.growth:
+        message += f" · {start.growth}"
     if fresh:
         message += f" · new here: {', '.join(fresh)}"
     log(message)

@@ -18,6 +18,7 @@ import pytest
 import meshtrain
 from meshtrain import program
 from meshtrain.checkpoint import arrays, find, initial, manifest, resume, run_tokenizer
+from meshtrain.checkpoint.vocabulary import Vocabulary
 from meshtrain.cli import app
 from meshtrain.config.parse import parse
 from meshtrain.config.schema import AdapterConfig
@@ -312,7 +313,12 @@ def test_init_from_a_run_with_another_tokenizer_is_logged(finished):
     for digest, found in (("bytes", 0), ("", 0), ("0123456789abcdef", 1)):
         lines = []
         initial.find_source(
-            settings, {"tokenizer": digest}, params, adapter=adapter, log=lines.append
+            settings,
+            {"tokenizer": digest},
+            params,
+            adapter=adapter,
+            vocabulary=Vocabulary(0, {}),
+            log=lines.append,
         )
         assert sum("tokenizer   differs from that of" in line for line in lines) == found
 
@@ -428,11 +434,6 @@ OTHER_SIZES = {
         "layers/mlp/down/kernel,layers/mlp/gate/kernel,layers/mlp/up/kernel,layers/mlp_norm/*,"
         "output/*,tokens/*",
     ),
-    "vocab_size": (
-        200,  # both are padded to a multiple of 128
-        r"output/kernel has shape \(32, 256\) here and has shape \(32, 128\) there, and 1 more",
-        "final_norm/*,layers/*",
-    ),
 }
 
 
@@ -453,9 +454,36 @@ def test_init_from_a_run_of_other_sizes_is_one_line_with_a_way_out(
     assert not (tmp_path / "new" / "config.json").exists()
     advice = re.findall(r'--config.checkpoint.init_only="(.*)"$', line)
     assert advice == [fitting] * bool(fitting)
-    if key == "vocab_size":  # the advice works
+    if key == "d_ff":  # the advice works
         c.checkpoint.init_only = fitting
         assert train(c, workdir=tmp_path / "new").step == 0
+
+
+@pytest.mark.parametrize("size", [100, 200])  # within the rows that pad it to 128, and beyond
+def test_a_vocabulary_grows_and_old_tokens_keep_their_ids(size, finished_run, tmp_path, capsys):
+    c = quick(steps=0)
+    c.mesh.update(data=1, fsdp=4, tensor=2)
+    old = c.model.vocab_size
+    c.checkpoint.init_from, c.model.vocab_size = str(finished_run), size
+    found = flat(train(c, workdir=tmp_path).state.params)
+    saved = params_of(checkpoints(finished_run) / "6")
+    assert found.keys() == saved.keys()
+    for path, value in found.items():
+        dim = {"tokens/embedding": 0, "output/kernel": 1}.get(path)
+        if dim is None:
+            assert np.array_equal(value, saved[path]), path
+            continue
+        kept, added, padding = np.split(value, [old, size], axis=dim)
+        expected = np.take(saved[path], np.arange(old), axis=dim)
+        assert np.array_equal(kept, expected)
+        mean = np.broadcast_to(expected.mean(dim, keepdims=True), added.shape)
+        np.testing.assert_allclose(added, mean, atol=1e-6)
+        assert not padding.any()
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("parameters of"))
+    assert f"vocabulary grows from {old} to {size} tokens, new ones begin as the mean" in line
+    # What is not read keeps its own shape.
+    c.checkpoint.init_only = "layers/*"
+    assert train(c, workdir=tmp_path / "layers").step == 0
 
 
 def test_a_run_starts_from_a_run_that_removes_the_checkpoint_that_was_chosen(

@@ -109,6 +109,32 @@ def test_other_sizes_are_one_line_each_before_anything_is_compiled(monkeypatch):
         train(c)
 
 
+@pytest.mark.parametrize("family", ["llama2", "llama3"])  # with an output head, and tied
+@pytest.mark.parametrize("size", [70, 140])
+def test_a_vocabulary_grows_and_old_tokens_keep_their_ids(family, size, tmp_path, capsys):
+    same = leaves(train(config_of(GOLDEN / family)).state.params)
+    c = config_of(GOLDEN / family, data=1, fsdp=4, tensor=2)
+    c.model.vocab_size = size
+    grown = leaves(train(c, workdir=tmp_path / "run").state.params)
+    assert grown.keys() == same.keys()
+    for name, value in grown.items():
+        dim = {"['tokens']['embedding']": 0, "['output']['kernel']": 1}.get(name)
+        if dim is None:
+            np.testing.assert_array_equal(value, same[name], err_msg=name)
+            continue
+        kept, added, padding = np.split(value, [61, size], axis=dim)
+        old = np.take(same[name], np.arange(61), axis=dim)
+        np.testing.assert_array_equal(kept, old)
+        mean = np.broadcast_to(old.mean(dim, keepdims=True), added.shape)
+        np.testing.assert_allclose(added, mean, atol=1e-6)
+        assert not padding.any()
+    out = capsys.readouterr().out
+    assert f"vocabulary grows from 61 to {size} tokens" in out and "model.vocab_size is" not in out
+    # The export has the new size.
+    run(tmp_path / "run", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == size
+
+
 def test_what_changes_the_model_without_its_sizes_is_logged(capsys):
     c = config_of()
     c.model.rope_theta = 5.0
