@@ -110,7 +110,9 @@ def test_generated_text_keeps_its_lines_and_does_nothing_to_the_terminal(capsys,
     loaded = tokenizer.load("bytes")
     new = loaded.encode("é\x1b[2J\r\n\tok\r").tolist()
     steps = [[token] * num_prompts for token in [*new, None]]
-    generate.print_texts(loaded, [loaded.encode("\x9b1").tolist()] * num_prompts, steps)
+    prompts = [loaded.encode("\x9b1").tolist()] * num_prompts
+    pieces = generate.continue_texts(loaded, prompts, steps, set(), [])
+    generate.print_texts(loaded, prompts, pieces, ["0", "1"][:num_prompts], replies_only=False)
     texts = "\\x9b1é\\x1b[2J\r\n\tok\\r\n"
     if num_prompts == 2:
         texts = f"--- 0\n{texts}--- 1\n{texts}"
