@@ -414,8 +414,8 @@ def get_config() -> ConfigDict:
     # the data or the tokenizer, such as "model.rope_theta,data,tokenizer"
     checkpoint.allow_change = ""
     # workdir of another run, one of its checkpoints, or a Hugging Face folder, from which a new run
-    # takes its parameters; "": none. With a larger model.vocab_size, new tokens begin as the mean of
-    # the old ones
+    # takes its parameters; "": none. With a larger model.vocab_size, new tokens begin as the mean
+    # of the old ones
     checkpoint.init_from = ""
     # patterns, separated by commas, of the parameters to take from init_from, such as
     # "layers/*,tokens/*"; all others are initialized

@@ -83,13 +83,15 @@ def load(folder: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
     ) -> Rendered:
         name = "tool_use" if tools is not None and "tool_use" in used else "default"
         variables = {
+            "documents": None,
             **special,
             **arguments,
             "messages": [_normalized(message) for message in messages],
             "tools": tools,
-            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
+        if documents is not None:
+            variables["documents"] = documents
         answer = process.ask({"template": name, "variables": variables})
         if "fault" in answer:
             message = " ".join(answer["fault"].split())

@@ -4,6 +4,7 @@ The text and its tokens are those of transformers.
 """
 
 import datetime
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
+FUNCTION_CALL = "function_call"  # `from` of a call, whose `value` is JSON with name and arguments
 # What a model learns of a conversation: what the assistant says, its last reply alone, or the text.
 LEARNED = ("replies", "last_reply", "all")
 
@@ -136,6 +138,9 @@ def _from_sharegpt(turns: Any) -> Any:
         if not isinstance(turn, dict) or "from" not in turn:
             messages.append(turn)
             continue
+        if turn["from"] == FUNCTION_CALL:
+            messages.append(_call(number, turn.get("value")))
+            continue
         role = SHAREGPT_ROLES.get(str(turn["from"]))
         if role is None:
             raise ValueError(
@@ -144,6 +149,19 @@ def _from_sharegpt(turns: Any) -> Any:
         others = {key: value for key, value in turn.items() if key not in ("from", "value")}
         messages.append({"role": role, "content": turn.get("value"), **others})
     return messages
+
+
+def _call(number: int, value: Any) -> dict[str, Any]:
+    """Returns the message of the assistant with one or more calls of functions."""
+    try:
+        parsed = json.loads(value)
+    except (TypeError, ValueError):
+        parsed = None
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    if not calls or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"conversations[{number}] is from {FUNCTION_CALL}, and is no JSON object")
+    functions = [{"type": "function", "function": call} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": functions}
 
 
 def _from_alpaca(parsed: dict[str, Any]) -> list[dict[str, Any]]:
@@ -157,7 +175,7 @@ def _from_alpaca(parsed: dict[str, Any]) -> list[dict[str, Any]]:
     if extra := parsed.get("input"):
         if not isinstance(question, str) or not isinstance(extra, str):
             raise ValueError("instruction and input are not both texts")
-        question = f"{question}\n{extra}"
+        question = f"{question}\n{extra}" if question else extra
     messages = []
     for asked, said in [*history, [question, answer]]:
         messages.append({"role": "user", "content": asked})
@@ -288,6 +306,12 @@ class _Replies:
 
     def start_of(self, number: int) -> int:
         """Returns where the reply that is message `number` begins in the text."""
+        if number == 0:  # many templates reject a prompt without messages
+            prompt = self._prompt_for_more()
+            at = self.text.find(prompt)
+            if at < 0 or not prompt:
+                raise _rewritten(1)
+            return at + len(prompt)
         prompt = self._render(number, add_generation_prompt=True).text
         if self.text.startswith(prompt):
             return len(prompt)
@@ -297,6 +321,11 @@ class _Replies:
             raise _rewritten(number)
         return start
 
+    def _prompt_for_more(self) -> str:
+        """Returns what the prompt for a further reply adds to the text."""
+        prompt = self._render(len(self._conversation.messages), add_generation_prompt=True).text
+        return prompt[self._shared(prompt, self.text) :]
+
     def _end_of(self, number: int, start: int) -> int:
         """Returns where the reply that is message `number`, and begins at `start`, ends."""
         num_messages = number + 1
@@ -305,28 +334,24 @@ class _Replies:
         beginning = self._render(num_messages).text
         if self.text.startswith(beginning):
             return len(beginning)
-        said = _visible(self._conversation.messages[number])
-        at = beginning.rfind(said)
-        if not said or at < 0:
+        if not beginning.startswith(self.text[:start]):
             raise _rewritten(num_messages)
-        end_of_said = at + len(said)
-        end = self._shared(beginning, self.text)
-        if end >= end_of_said > start:
-            return end
-        # Without the reasoning that `beginning` has.
-        at = self.text.find(said, start)
-        if at < 0 or self.text[start:at].strip():
-            raise _rewritten(num_messages)
-        rest = self.text[at + len(said) :]
-        num_after = self._shared(beginning[end_of_said:], rest)
-        if not num_after:
-            raise _rewritten(num_messages)
-        return at + len(said) + num_after
+        # What is written of the reply if no more follow, and the same without its reasoning.
+        reply = beginning[start:]
+        without_reasoning = reply.partition(END_OF_REASONING)[2].lstrip("\n")
+        rest = self.text[start:]
+        for written in (reply, without_reasoning):
+            size = self._shared(written, rest)
+            # Nothing may be missing but a token at the end.
+            if size and written[size:].strip() in ("", *self._template.special):
+                return start + size
+        raise _rewritten(num_messages)
 
     def has_reasoning(self, number: int, span: Span) -> bool:
         """Returns whether the text has the reasoning of the reply in `span`, if it had one."""
-        reasoning = _reasoning(self._conversation.messages[number])
-        return reasoning in self.text[slice(*span)]
+        message = self._conversation.messages[number]
+        before_answer, answer, _ = self.text[slice(*span)].rpartition(_visible(message) or "\0")
+        return _reasoning(message) in (before_answer if answer else self.text[slice(*span)])
 
     def _render(self, num_messages: int, *, add_generation_prompt: bool = False) -> Rendered:
         return self._template.render(

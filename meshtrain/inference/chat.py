@@ -88,6 +88,9 @@ def read_messages() -> Iterator[str]:
             return
         except UnicodeDecodeError as error:
             raise ConfigError(f"stdin: is not valid UTF-8: {error}") from None
+        # In some locales Python decodes an invalid byte to a surrogate.
+        if any("\ud800" <= letter <= "\udfff" for letter in line):
+            raise ConfigError(f"stdin: {line!r} is not valid UTF-8")
         if line.strip():
             yield line
 

@@ -20,6 +20,10 @@ IF_SAMPLED = {"temperature": 1.0, "top_k": 50}
 # Keys that change which tokens are drawn, and are not supported; the values that change nothing.
 IGNORED_KEYS = {
     "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "guidance_scale": (1,),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),

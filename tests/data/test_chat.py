@@ -167,14 +167,28 @@ QWEN = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role ==
 <|im_start|>{{ m.role }}
 {% set said = m.content.split('</think>')[-1].lstrip() -%}
 {% set reasoning = m.reasoning_content or m.content.split('</think>')[0].split('<think>')[-1] -%}
-{% if m.role == 'assistant' and loop.index0 > ns.last -%}
+{% set reasoning = reasoning.strip() if reasoning != said else '' -%}
+{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or reasoning) -%}
 <think>
-{{ reasoning.strip() if reasoning != said else '' }}
+{{ reasoning }}
 </think>
 
-{% endif %}{{ said }}<|im_end|>
+{% endif %}{{ said }}{% for call in m.tool_calls or [] %}({{ call.function.name }}){% endfor -%}
+<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+
+
+QWEN_CALL = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+    },
+    {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "it is 5"},
+]
 
 
 def dialogue(*texts):
@@ -194,6 +208,13 @@ def dialogue(*texts):
             ["one", "1", "two", "2"],
             ["1<|im_end|>\n", "<think>\n\n</think>\n\n2<|im_end|>\n"],
         ),
+        (QWEN, ["one", "i", "two", ""], ["i<|im_end|>\n", "<think>\n\n</think>\n\n<|im_end|>\n"]),
+        (PHI, ["one", "", "two", "d"], ["<|im_end|>\n", "d<|im_end|>\n</s>"]),
+        (
+            QWEN,  # also if the answer has the same words
+            ["one", "<think>4</think>it is 4", "two", "2"],
+            ["<think>\n\n</think>\n\n2<|im_end|>\n"],
+        ),
         (
             QWEN,  # the first reply is context, since its reasoning is not in the text
             ["one", "<think>so</think>1", "two", "<think>then</think>2"],
@@ -205,6 +226,19 @@ def test_replies_are_found_in_templates_that_rewrite_them(template, texts, expec
     folder = put(tmp_path / "t", template)
     one = conversations.Conversation(dialogue(*texts))
     assert learned(folder, one)[0] == expected
+
+
+def test_a_call_without_a_text_is_found_in_a_template_that_rewrites_replies(tmp_path):
+    folder = put(tmp_path / "t", QWEN)
+    expected = ["(f)<|im_end|>\n", "<think>\n\n</think>\n\nit is 5<|im_end|>\n"]
+    assert learned(folder, conversations.Conversation(QWEN_CALL))[0] == expected
+
+
+@pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>\n"), ("llama3", "<|eot_id|>")])
+def test_a_conversation_may_begin_with_the_assistant(name, end, folders):
+    messages = [{"role": "assistant", "content": "hello"}, *dialogue("hi", "yo")]
+    found, marks = learned(folders[name], conversations.Conversation(messages))
+    assert found == [f"hello{end}", f"yo{end}"] and 0 < marks.sum() < len(marks)
 
 
 def test_reasoning_that_the_template_never_writes_is_an_error(tmp_path):
@@ -255,6 +289,11 @@ def test_the_last_reply_or_all_of_the_text_is_learned(tmp_path, folders):
             [("user", "q"), ("assistant", "a")],
         ),
         (
+            {"conversations": [{"from": "function_call", "value": '{"name": "f"}'}]},
+            [("assistant", "")],
+        ),
+        ({"instruction": "", "input": "x", "output": "o"}, [("user", "x"), ("assistant", "o")]),
+        (
             {"instruction": "i", "input": "x", "output": "o", "text": "all"},
             [("user", "i\nx"), ("assistant", "o")],
         ),
@@ -276,6 +315,10 @@ def test_documents_are_what_the_template_gets(tmp_path):
     template += "{{ m.content }}{% endfor %}"
     text, _ = conversations.render(chat_template.load(put(tmp_path / "t", template)), one)
     assert text == "(t)qa"
+    named = {"documents": [{"title": "n"}]}
+    render = chat_template.load(tmp_path / "t").render
+    assert render(one.messages, arguments=named).text == "(n)qa"
+    assert render(one.messages, arguments=named, documents=one.documents).text == "(t)qa"
     without = chat_template.load(put(tmp_path / "u", "{% for m in messages %}{% endfor %}"))
     with pytest.raises(ValueError, match="has documents, which the chat template does not read"):
         conversations.check_keys(without, one)
@@ -490,6 +533,7 @@ def test_conversations_have_the_same_tokens_despite_dropout_in_the_tokenizer(tmp
         ("{}", "neither `messages` nor `prompt`"),
         ('{"conversations": [{"from": "me", "value": ""}]}', "is from 'me'; use human, gpt"),
         ('{"conversations": [{"from": "gpt"}]}', r"conversations\[0\] has no content"),
+        ('{"conversations": [{"from": "function_call", "value": "f"}]}', "and is no JSON object"),
         ('{"conversations": 3}', "conversations is int, not a list of messages"),
         ('{"instruction": 3, "output": "a"}', "content is int, not a text"),
         ('{"instruction": "a", "input": 3, "output": "a"}', "input are not both texts"),
@@ -722,6 +766,13 @@ def test_lines_of_stdin_are_the_messages_of_one_conversation(workdir, monkeypatc
     ]
     prompts = [text for text in texts if "count" in text]
     assert [prompts[0], prompts[1], prompts[3]] == expected
+
+
+def test_a_message_that_is_not_utf8_is_one_line(workdir, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("he\udcffllo\n"))
+    capsys.readouterr()
+    assert app.main("generate", [f"--workdir={workdir}", "--chat", "--length=1"]) == 2
+    assert capsys.readouterr().err == "stdin: 'he\\udcffllo' is not valid UTF-8\n"
 
 
 @pytest.mark.slow

@@ -256,7 +256,7 @@ def test_a_run_with_experts_is_exported_as_the_first_family_that_computes_it(tin
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        (dict(num_shared_experts=1), "model.num_shared_experts is 0, not 1"),
+        (dict(num_shared_experts=1), "model.shared_gate is True, not False"),
         (dict(router="sigmoid", mlp="geglu"), "model.mlp"),
         (dict(router_scale=2.0), "model.router_scale is 1.0, not 2.0"),
         (dict(expert_groups=(4, 2)), "model.expert_groups is (), not (4, 2)"),
