@@ -128,6 +128,7 @@ def _alpha_of(settings: AdapterConfig, rank: int) -> float:
 
 
 def is_of_experts(row: Row) -> bool:
+    """Returns whether each expert has a tensor in the files."""
     return row.name.count("*") > 1
 
 
@@ -135,7 +136,13 @@ def _check_linear(rows: Iterable[Row], family: Family) -> None:
     # PEFT (0.21) takes every module of such a name for a part of the fused experts.
     expert_leaves = {_leaf_of(name) for names in family.fused.values() for name in names}
     for row in rows:
-        if any(letter.isdigit() for dim in row.dims for letter in dim):
+        if row.holds_all_experts:
+            raise ConfigError(
+                f"--adapter: {row.path}: {family.architecture} holds all experts of a layer in "
+                f"{row.name}, of which no adapter can be written; export the merged weights, "
+                f"without --adapter, or train without adapter.experts"
+            )
+        if row.fused is not None:
             raise ConfigError(
                 f"--adapter: {row.path} is a part of the tensor {row.name} of "
                 f"{family.architecture}, which PEFT cannot adapt alone; export the merged weights, "
