@@ -72,7 +72,11 @@ def write(
     rows = tensor_rows.rows(family.names, kernels, section)
     linear_rows = [row for row in rows if not is_of_experts(row)]
     expert_rows = [row for row in rows if is_of_experts(row)]
-    _check_linear(linear_rows, family)
+    if fault := _fault_of(rows, family):
+        raise ConfigError(
+            f"--adapter: {fault}; export the merged weights, without --adapter, or train without "
+            f"such layers in adapter.targets"
+        )
 
     found: dict[str, Factors] = {}
     for row in linear_rows:
@@ -128,25 +132,45 @@ def _alpha_of(settings: AdapterConfig, rank: int) -> float:
 
 
 def is_of_experts(row: Row) -> bool:
+    """Returns whether each expert has a tensor in the files."""
     return row.name.count("*") > 1
 
 
-def _check_linear(rows: Iterable[Row], family: Family) -> None:
+def fault_of(
+    family: Family, section: Section, shapes: Mapping[str, tuple[int, ...]], layers: Sequence[str]
+) -> str | None:
+    """Returns why `write` would raise for an adapter of `layers`; None if it would not."""
+    kernels = {path + KERNEL: shapes[path + KERNEL] for path in layers}
+    return _fault_of(tensor_rows.rows(family.names, kernels, section), family)
+
+
+def _fault_of(rows: Iterable[Row], family: Family) -> str | None:
     # PEFT (0.21) takes every module of such a name for a part of the fused experts.
     expert_leaves = {_leaf_of(name) for names in family.fused.values() for name in names}
+    fused = fused_of_experts(family)
     for row in rows:
-        if any(letter.isdigit() for dim in row.dims for letter in dim):
-            raise ConfigError(
-                f"--adapter: {row.path} is a part of the tensor {row.name} of "
-                f"{family.architecture}, which PEFT cannot adapt alone; export the merged weights, "
-                f"without --adapter"
+        if row.holds_all_experts:
+            return (
+                f"{row.path}: {family.architecture} holds all experts of a layer in {row.name}, "
+                f"of which no adapter can be written"
             )
-        if _leaf_of(row.name) in expert_leaves:
-            raise ConfigError(
-                f"--adapter: {row.path} is {row.name} of {family.architecture}, and PEFT adapts "
-                f"the routed experts in its place, by the name {_leaf_of(row.name)}; export the "
-                f"merged weights, without --adapter"
+        if row.fused is not None:
+            return (
+                f"{row.path} is a part of the tensor {row.name} of {family.architecture}, which "
+                f"PEFT cannot adapt alone"
             )
+        if is_of_experts(row):
+            if not any(row.name.endswith(parts) for parts in fused.values()):
+                return (
+                    f"{row.path} is {row.name} of {family.architecture}, of which no parameter of "
+                    f"transformers is known"
+                )
+        elif _leaf_of(row.name) in expert_leaves:
+            return (
+                f"{row.path} is {row.name} of {family.architecture}, and PEFT adapts the routed "
+                f"experts in its place, by the name {_leaf_of(row.name)}"
+            )
+    return None
 
 
 def _load_factors(load: Callable[[str], np.ndarray], row: Row) -> Factors:
@@ -183,12 +207,6 @@ def fused_of_experts(family: Family) -> dict[str, tuple[str, ...]]:
 def _parameters_of_experts(rows: Sequence[Row], family: Family) -> dict[str, list[Row]]:
     """Returns the rows that each parameter of transformers consists of, by its name."""
     fused = fused_of_experts(family)
-    for row in rows:
-        if not any(row.name.endswith(parts) for parts in fused.values()):
-            raise ConfigError(
-                f"--adapter: {row.path} is {row.name} of {family.architecture}, of which no "
-                f"parameter of transformers is known; export the merged weights, without --adapter"
-            )
     found = {}
     for name, parts in fused.items():
         if adapted := [row for part in parts for row in rows if row.name.endswith(part)]:

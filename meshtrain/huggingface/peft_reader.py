@@ -169,13 +169,24 @@ def read(folder: Path, family: Family, section: Section, kernels: Mapping[str, t
     used: set[str] = set()
     factors: dict[str, tuple[list[Factors | None], Row]] = {}
     missing: list[str] = []
-    for row in tensor_rows.rows(family.names, kernels, section):
+    rows = tensor_rows.rows(family.names, kernels, section)
+    for row in rows:
+        if row.holds_all_experts:
+            continue
         found = _factors_of_row(row, family, modules, config, used)
         if any(one is not None for one in found):
             factors[row.path.removesuffix(KERNEL)] = found, row
             names = zip(row.tensors, found, strict=True)
             missing += [name.removesuffix(".weight") for name, one in names if one is None]
     if unused := sorted(modules.keys() - used):
+        of_experts = [module for module in unused if "experts" in module.split(".")]
+        if of_experts and any(row.holds_all_experts for row in rows):
+            raise ConfigError(
+                f"{folder / WEIGHTS}: {of_experts[0]} has an update of the experts of "
+                f"{family.architecture}, whose files hold all experts of a layer in one tensor: "
+                f"such an update cannot be read ({len(of_experts)} such modules); merge it into "
+                f"the model with PEFT, or leave out target_parameters"
+            )
         raise ConfigError(
             f"{folder / WEIGHTS}: {unused[0]} of {family.architecture} has an update, which is not "
             f"possible here ({len(unused)} such modules); there may be one of the projections of "
@@ -287,7 +298,6 @@ def _factors_of_row(
     B includes what the factor of the module differs from that of the adapter. Adds the modules to
     `used`.
     """
-    digits = [letter for dim in row.dims for letter in dim if letter.isdigit()]
     found: list[Factors | None] = []
     for number, tensor in enumerate(row.tensors):
         module = tensor.removesuffix(".weight")
@@ -295,13 +305,30 @@ def _factors_of_row(
         if factors is not None:
             used.add(module)
             factors = _with_factor(factors, module, config)
-            if digits:  # query, key or value of a fused tensor
-                a, b = factors
-                factors = a, np.split(b, 3)[int(digits[0])]
+            factors = _of_part(factors, row, number)
         elif is_of_experts(row):
             factors = _of_expert(row, number, family, modules, config, used)
         found.append(factors)
     return found
+
+
+def _of_part(factors: Factors, row: Row, number: int) -> Factors:
+    """Returns the factors of a kernel's part of a fused tensor, such as query, from the tensor's.
+
+    All parts have the same A.
+    """
+    fused = row.fused
+    if fused is None:
+        return factors
+    a, b = factors
+    (num_outputs,) = fused.shape
+    if len(b) != num_outputs:
+        raise ConfigError(
+            f"{WEIGHTS}: {row.tensors[number]} has {num_outputs} outputs, and its lora_B "
+            f"{list(b.shape)}; use the model that the adapter belongs to"
+        )
+    outputs = fused.parameter_view(np.arange(num_outputs)).reshape(-1)
+    return a, b[outputs]
 
 
 def _of_expert(

@@ -11,7 +11,7 @@ layer, and the second for that of the expert; E is a dim of a tensor of all expe
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,17 @@ class Row:
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of each tensor in the file."""
         return tuple(sum(map(self._dim_size, _parts(dim)[1])) for dim in self.dims)
+
+    @property
+    def holds_all_experts(self) -> bool:
+        """Returns whether the tensor has a dim of experts, whose kernels it holds."""
+        return "E" in self.dims
+
+    @property
+    def fused(self) -> "Row | None":
+        """Returns the row of the dim of which this is a part, alone; None if this is no part."""
+        fused = [dim for dim in self.dims if any(map(str.isdigit, dim))]
+        return replace(self, dims=tuple(fused)) if fused else None
 
     def parameter_view(self, tensor: np.ndarray) -> np.ndarray:
         """Returns a view of a tensor with the dims of the parameter, of one layer and expert."""

@@ -21,6 +21,7 @@ ADAPTERS = {  # family: its settings
     "qwen3_moe": dict(target_modules=["q_proj", "o_proj"], target_parameters=EXPERTS),
     "deepseek_v3": dict(use_rslora=True, target_parameters=EXPERTS[:1]),
     "mixtral": dict(target_modules=["k_proj"], layers_to_transform=[1], lora_dropout=0.25),
+    "phi3": dict(target_modules=["qkv_proj", "gate_up_proj"], rank_pattern={"qkv_proj": 3}),
     "gpt2": dict(target_modules=["c_attn", "c_fc"], alpha_pattern={r".*\.c_fc": 3}),
 }
 
@@ -43,7 +44,8 @@ def main() -> None:
         saved = json.loads(file.read_text())
         saved["base_model_name_or_path"] = f"tiny/{family}"
         file.write_text(json.dumps(saved, indent=2) + "\n")
-        np.save(folder / "logits.npy", adapted(torch.tensor(TOKENS)).logits.detach().numpy())
+        tokens = torch.tensor(TOKENS % model.config.vocab_size)
+        np.save(folder / "logits.npy", adapted(tokens).logits.detach().numpy())
 
 
 if __name__ == "__main__":

@@ -100,6 +100,17 @@ def test_the_three_parts_of_a_fused_tensor_have_no_adapter_in_peft(tmp_path, cap
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])
+def test_a_tensor_of_all_experts_has_no_adapter(family, tmp_path, capsys):
+    """PEFT would load one of the experts as if they were one linear layer, without an error."""
+    adapt(family, tmp_path, steps=0, targets=("layers/mlp/down",), adapter={"experts": True})
+    assert app.main("convert", [str(tmp_path / "run"), str(tmp_path / "a"), "--adapter"]) == 2
+    out, error = capsys.readouterr()
+    assert "layers/mlp/down/kernel: G" in error and "holds all experts of a layer in" in error
+    assert "without such layers in adapter.targets" in error and not (tmp_path / "a").exists()
+    assert "warning     convert --adapter cannot write this adapter" in out + error
+
+
 @pytest.mark.parametrize(
     ("family", "targets", "module"),
     [

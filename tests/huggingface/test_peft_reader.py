@@ -45,7 +45,7 @@ def test_a_run_computes_the_logits_of_peft_and_exports_the_same_adapter(family, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "gpt2", "phi3"])
 def test_other_runs_compute_the_logits_of_peft_and_export_the_same_adapter(family, tmp_path):
     check_logits_and_export(family, tmp_path)
 
@@ -55,14 +55,17 @@ def check_logits_and_export(family, tmp_path):
     c.mesh.update(data=2, fsdp=2, tensor=2)
     state = train(c, workdir=tmp_path / "run").state
     cfg = peft_reader.with_settings(parse(c, num_devices=8))
-    with jax.default_matmul_precision("highest"):
-        actual = logits(build_model(cfg), jax.device_get(state.params), TOKENS)
     expected = np.load(ADAPTERS / family / "logits.npy")
-    np.testing.assert_allclose(actual[..., :61], expected, rtol=0, atol=1e-5)
+    num_tokens = expected.shape[-1]
+    with jax.default_matmul_precision("highest"):
+        model, params = build_model(cfg), jax.device_get(state.params)
+        actual = logits(model, params, TOKENS % num_tokens)
+    np.testing.assert_allclose(actual[..., :num_tokens], expected, rtol=0, atol=1e-5)
 
     arguments = [str(tmp_path / "run"), str(tmp_path / "back"), "--adapter"]
     code = app.main("convert", arguments)
-    assert code == (2 if family == "gpt2" else 0)  # q, k, v of GPT-2 are one tensor
+    # Query, key and value are one tensor there, as are gate and up of Phi-3.
+    assert code == (2 if family in ("gpt2", "phi3") else 0)
     if code:
         return
     saved = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
@@ -130,6 +133,44 @@ def test_an_adapter_of_another_model_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"experts of LlamaForCausalLM has an update"):
         adapter = ADAPTERS / "deepseek_v3"
         peft_reader.with_settings(parse(config_of("llama3", adapter), num_devices=8))
+
+
+def with_factors(folder, **factors):
+    """Writes an adapter of rank 2 with these shapes of lora_A and lora_B, by module."""
+    shutil.copytree(ADAPTERS / "llama3", folder)
+    changed(folder, use_rslora=False)
+    specs = []
+    for module, shapes in factors.items():
+        for name, shape in zip(("lora_A", "lora_B"), shapes, strict=True):
+            name = f"base_model.model.model.layers.0.{module}.{name}.weight"
+            specs.append(files.TensorSpec(name, shape, np.dtype("float32")))
+    values = [np.ones(spec.shape, np.float32) for spec in specs]
+    files.write_file(folder / "adapter_model.safetensors", specs, values)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        ("gpt_oss", "mlp.experts"),
+        ("gpt_oss", "mlp.experts.gate_up_proj"),  # as an earlier version of this package wrote it
+        ("granitemoe", "block_sparse_moe.experts.base_layer"),
+    ],
+)
+def test_an_update_of_a_tensor_of_all_experts_is_one_line(family, module, tmp_path):
+    shapes = {"self_attn.q_proj": ((2, 32), (32, 2)), module: ((8, 32), (32, 8))}
+    c = config_of(family, with_factors(tmp_path / "adapter", **shapes))
+    fault = rf"layers.0.{module} has an update of the experts of G.*ForCausalLM, whose files hold"
+    with pytest.raises(ConfigError, match=fault) as caught:
+        peft_reader.with_settings(parse(c, num_devices=8))
+    assert "merge it into the model with PEFT" in str(caught.value)
+
+
+def test_an_update_of_another_fused_tensor_is_one_line(tmp_path):
+    shapes = {"self_attn.qkv_proj": ((2, 32), (31, 2))}
+    c = config_of("phi3", with_factors(tmp_path / "adapter", **shapes))
+    with pytest.raises(ConfigError, match=r"qkv_proj.weight has \d+ outputs, and its lora_B \[31"):
+        peft_reader.with_settings(parse(c, num_devices=8))
 
 
 def test_the_rank_and_the_base_must_fit(tmp_path):
