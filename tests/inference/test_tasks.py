@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -408,6 +409,8 @@ def test_tasks_of_the_harness_are_no_code_of_others(folders):
         (["--files=README.md", "--stride=65"], "--stride=65: is more than the 64 tokens"),
         (["--files=README.md", "--stride=0"], "--stride=0"),
         (["--files=README.md", "--output=/proc/x"], "--output=/proc/x"),
+        (["--tasks=choice", "--output=docs"], "--output=docs: is a folder; use a file"),
+        (["--files=README.md", "--cache=docs"], "--cache=docs: is a folder; use a file"),
     ],
 )
 def test_a_fault_is_one_line(flags, message, folders, monkeypatch, capsys):
@@ -417,6 +420,31 @@ def test_a_fault_is_one_line(flags, message, folders, monkeypatch, capsys):
     code, out, err = run_verb(*given, *flags, capsys=capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+def test_what_a_generation_config_sets_is_followed_or_named(folders, tmp_path, monkeypatch, capsys):
+    workdir = tmp_path / "run"
+    shutil.copytree(folders.workdir, workdir)
+    file = workdir / "generation_config.json"
+    flags = [f"--workdir={workdir}", *folders.flags[1:], "--limit=3"]
+    requests = recorded(monkeypatch)
+    # The task asks for 9 tokens.
+    for length in (2, 12):
+        file.write_text(json.dumps({"max_new_tokens": length, "min_new_tokens": 6}))
+        code, _, err = run_verb(*flags, "--tasks=writing", capsys=capsys)
+        assert code == 0, err
+        notes = [line for line in err.splitlines() if line.startswith(str(file))]
+        assert notes == [
+            f"{file}: min_new_tokens=6: is not supported, ignored",
+            f"{file}: max_new_tokens={length}: replaces max_gen_toks of tasks, as in transformers",
+        ]
+        plain = Plain(folders)
+        for _, (text, settings), answer in requests:
+            assert answer == plain.write(text, settings["until"], length)
+        assert len(requests) == 3
+        requests.clear()
+    # A task without texts has nothing to do with them.
+    assert str(file) not in run_verb(*flags, "--tasks=choice", capsys=capsys)[2]
 
 
 @pytest.mark.parametrize("flag", ["--limit=2", "--num_fewshot=1", "--cache=x", "--context=8"])
