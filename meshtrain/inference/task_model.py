@@ -136,7 +136,8 @@ class TaskModel:
 
         `settings` say how to sample. A text loses its beginning so that there is room for `length`
         tokens. As in transformers, max_new_tokens of generation_config.json replaces `length`, but
-        not the room. Raises ConfigError if there is none at all, and for settings that are not supported.
+        not the room. Raises ConfigError if there is none at all, and for settings that are not
+        supported.
         """
         room = self.context - length
         if room < 1:
