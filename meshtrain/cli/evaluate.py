@@ -22,8 +22,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--split",
         choices=("heldout", "train", "all"),
-        default="heldout",
-        help="part of the data to evaluate; data.heldout sets its size (default: %(default)s)",
+        help="part of the data to evaluate; data.heldout sets its size (default: heldout)",
     )
     flags.add_argument(
         "--batch",
@@ -32,7 +31,10 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         help="sequences per batch, over all devices (default: train.global_batch)",
     )
     flags.add_argument(
-        "--max_batches", type=int, default=0, metavar="N", help="evaluate at most N batches; 0: all"
+        "--max_batches",
+        type=int,
+        metavar="N",
+        help="evaluate at most N batches; 0: all (default)",
     )
     flags.add_argument(
         "--stride",
@@ -52,7 +54,6 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         "--include_path",
         type=Path,
         action="append",
-        default=[],
         metavar="DIR",
         help="folder with tasks of your own in YAML files; may be repeated",
     )
@@ -71,13 +72,14 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--apply_chat_template",
         action="store_true",
+        default=None,
         help="write questions and examples as messages, by the chat template of the model",
     )
     flags.add_argument(
         "--fewshot_as_multiturn",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="with a chat template: each example is a message and a reply, not all one message",
+        help="with a chat template: each example is a message and a reply (default), not all one "
+        "message",
     )
     flags.add_argument(
         "--files",
@@ -114,28 +116,28 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, cfg: Config) -> int:
     """Prints the evaluation; returns the exit code."""
+    _check_unused(args)
     if args.tasks is None and not args.files:
-        _check_unused(args)
         # Here: `--help` needs no jax, which takes seconds to load.
         from meshtrain.inference import evaluate
 
         return evaluate.run(
             cfg,
             args.workdir,
-            split=args.split,
+            split=args.split or "heldout",
             global_batch=args.batch,
-            max_batches=args.max_batches,
+            max_batches=args.max_batches or 0,
             stride=args.stride,
         )
     from meshtrain.inference import tasks
 
     settings = tasks.Settings(
         tasks=_names(args.tasks),
-        include_paths=args.include_path,
+        include_paths=args.include_path or [],
         num_fewshot=args.num_fewshot,
         limit=args.limit,
-        apply_chat_template=args.apply_chat_template,
-        fewshot_as_multiturn=args.fewshot_as_multiturn,
+        apply_chat_template=bool(args.apply_chat_template),
+        fewshot_as_multiturn=args.fewshot_as_multiturn is not False,
         files=args.files,
         stride=args.stride,
         context=args.context,
@@ -158,19 +160,34 @@ def _names(tasks: str | None) -> list[str]:
 
 
 def _check_unused(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that only tasks and files read."""
-    of_tasks = ("include_path", "num_fewshot", "limit", "apply_chat_template")
-    of_both = ("context", "tokenizer", "bos", "cache", "output")
-    faults = [
-        f"--{name}: only --tasks reads it; add --tasks=NAMES"
-        for name in of_tasks
-        if getattr(args, name)
-    ]
-    faults += [
-        f"--{name}: only --tasks and --files read it; add one of them"
-        for name in of_both
-        if getattr(args, name) is not None
-    ]
+    """Raises ConfigError for flags that have no effect on what is evaluated."""
+    has_tasks, has_files = args.tasks is not None, bool(args.files)
+    with_tasks = "only --tasks reads it; add --tasks=NAMES"
+    with_both = "only --tasks and --files read it; add one of them"
+    with_template = "only --apply_chat_template reads it; add that flag"
+    with_data = "--tasks and --files do not read it; leave it out, or leave out those"
+    with_windows = "tasks do not read it; leave it out, or add --files=FILE"
+    has_both = has_tasks or has_files
+    is_read = {
+        "include_path": (has_tasks, with_tasks),
+        "num_fewshot": (has_tasks, with_tasks),
+        "limit": (has_tasks, with_tasks),
+        "apply_chat_template": (has_tasks, with_tasks),
+        "fewshot_as_multiturn": (args.apply_chat_template, with_template),
+        "bos": (has_tasks, with_tasks),
+        "context": (has_both, with_both),
+        "tokenizer": (has_both, with_both),
+        "cache": (has_both, with_both),
+        "output": (has_both, with_both),
+        "split": (not has_both, with_data),
+        "max_batches": (not has_both, with_data),
+        "stride": (has_files or not has_tasks, with_windows),
+    }
+    faults = []
+    for name, (has_effect, fault) in is_read.items():
+        # A flag that is not given is None: 0 is a value, and so is what --no-bos sets.
+        if getattr(args, name) is not None and not has_effect:
+            faults.append(f"--{name}: {fault}")
     if faults:
         raise ConfigError(*faults)
 

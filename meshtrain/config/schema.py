@@ -391,10 +391,11 @@ class EvalConfig:
         faults += minimum_faults(-1, {"eval.tasks_fewshot": self.tasks_fewshot})
         if self.tasks and not all(self.tasks.split(",")):
             faults.append(f"eval.tasks={self.tasks}: use names, with commas between")
-        if self.tasks_every and not self.tasks:
-            faults.append(
-                f"eval.tasks_every={self.tasks_every}: there are no tasks; set eval.tasks=NAMES"
-            )
+        of_tasks = ("tasks_every", "tasks_path", "tasks_limit", "tasks_fewshot")
+        for key in () if self.tasks else (*of_tasks, "tasks_chat_template"):
+            value = getattr(self, key)
+            if value != getattr(EvalConfig, key):  # its default
+                faults.append(f"eval.{key}={value}: there are no tasks; set eval.tasks=NAMES")
         _raise(faults)
 
 

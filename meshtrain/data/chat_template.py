@@ -117,6 +117,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG) or read_json(folder / "special_tokens_map.json")
 
 
+def named_special_tokens(folder: Path) -> dict[str, str]:
+    """Returns the special tokens by name that transformers reads in a tokenizer's folder.
+
+    Those that tokenizer_config.json does not name are in special_tokens_map.json, if there is one.
+    """
+    settings = read_json(folder / CONFIG)
+    return special_tokens(read_json(folder / "special_tokens_map.json")) | special_tokens(settings)
+
+
 def has_template(folder: Path) -> bool:
     """Returns whether a tokenizer's folder has a chat template."""
     return "default" in _sources(folder, read_config(folder))

@@ -186,9 +186,7 @@ def _default_notes(defaults: Defaults, flags: Mapping[str, float]) -> list[str]:
     notes = []
     if used:
         notes.append(f"sampling: {', '.join(used)}, as {defaults.file} says; flags replace them")
-    if defaults.ignored:
-        notes.append(f"{defaults.file}: {', '.join(defaults.ignored)}: is not supported, ignored")
-    return notes
+    return [*notes, *defaults.notes()]
 
 
 def _titles(num_prompts: int, num_return_sequences: int) -> list[str]:

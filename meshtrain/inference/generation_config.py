@@ -50,6 +50,12 @@ class Defaults(NamedTuple):
     stop: tuple[str, ...] = ()  # texts that end a text
     ignored: tuple[str, ...] = ()  # KEY=VALUE that changes what transformers draws, but not here
 
+    def notes(self) -> list[str]:
+        """Returns a line with what the file sets in vain."""
+        if not self.ignored:
+            return []
+        return [f"{self.file}: {', '.join(self.ignored)}: is not supported, ignored"]
+
 
 def read(folders: Iterable[Path]) -> Defaults:
     """Returns the defaults in the first generation_config.json of `folders`.

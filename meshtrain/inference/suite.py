@@ -44,6 +44,12 @@ class Suite:
     fewshot_as_multiturn: bool
     trust_code: bool
 
+    @property
+    def generates(self) -> bool:
+        """Whether a task asks for texts."""
+        tasks = self.loaded["tasks"].values()
+        return any(task.OUTPUT_TYPE == "generate_until" for task in tasks)
+
     def evaluate(self, model: TaskModel, *, bootstrap_iters: int = 0) -> dict[str, Any]:
         """Returns the results of the harness.
 

@@ -209,11 +209,13 @@ def _check_names(
     for name in names:
         if name in known or _is_file(name) or fnmatch.filter(known, name):
             continue
-        fault = f"--tasks={name}: is no task{did_you_mean(name, list(known))}"
-        faults.append(f"{fault}; use one of lm-evaluation-harness, or --include_path=DIR")
-    if faults:
         # The harness skips files that it cannot read.
-        raise ConfigError(*faults, *_unreadable(include_paths))
+        unreadable = _unreadable(name, include_paths)
+        fault = f"--tasks={name}: is no task{did_you_mean(name, list(known))}"
+        fault += "; use one of lm-evaluation-harness, or --include_path=DIR"
+        faults += unreadable or [fault]
+    if faults:
+        raise ConfigError(*dict.fromkeys(faults))
 
 
 def _chosen(names: Sequence[str], index: Mapping[str, Any]) -> list[str]:
@@ -224,15 +226,26 @@ def _chosen(names: Sequence[str], index: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def _unreadable(include_paths: Sequence[Path]) -> list[str]:
+def _unreadable(name: str, include_paths: Sequence[Path]) -> list[str]:
+    """Returns the faults of the files that cannot be read, and that may define the task `name`."""
     faults = []
     for folder in include_paths:
         for path in sorted(folder.glob("**/*.yaml")):
             try:
                 _read(path)
             except ConfigError as error:
-                faults += error.faults
+                if _may_define(path, name):
+                    faults += error.faults
     return faults
+
+
+def _may_define(path: Path, name: str) -> bool:
+    """Returns whether a file has the name of a task, or a line that may define it."""
+    found = {path.stem}
+    with contextlib.suppress(OSError):
+        for line in KEY_LINE.findall(path.read_bytes()):
+            found.update(one.decode(errors="replace") for one in NAME.findall(line))
+    return bool(fnmatch.filter(found, name))
 
 
 def _member_names(entry: Any) -> list[str]:

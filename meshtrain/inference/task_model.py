@@ -51,6 +51,8 @@ class TaskModel:
     template: Callable[[], ChatTemplate]  # raises ConfigError if there is none
     answers: Answers
     stop_requested: Callable[[], bool]
+    # Tokens to generate, as the model's files say, whatever a task says; None: as the task says.
+    length: int | None = None
 
     # ---- log-likelihoods ----
 
@@ -133,7 +135,9 @@ class TaskModel:
         """Returns what the model writes after each text, up to a stop text or `length` tokens.
 
         `settings` say how to sample. A text loses its beginning so that there is room for `length`
-        tokens. Raises ConfigError if there is none at all, and for settings that are not supported.
+        tokens. As in transformers, max_new_tokens of generation_config.json replaces `length`, but
+        not the room. Raises ConfigError if there is none at all, and for settings that are not
+        supported.
         """
         room = self.context - length
         if room < 1:
@@ -141,6 +145,7 @@ class TaskModel:
                 f"--tasks: max_gen_toks={length} leaves no room for a prompt in the {self.context} "
                 f"tokens that the model sees; lower max_gen_toks of the task, or raise --context"
             )
+        length = self.length or length
         sampling = self._sampling(settings)
         prompts = []
         for text in texts:

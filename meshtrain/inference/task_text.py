@@ -6,6 +6,7 @@ a text may begin with the token that begins documents.
 
 from collections.abc import Sequence
 
+from meshtrain.data import chat_template
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
@@ -30,6 +31,7 @@ class TaskText:
                 f"use --no-bos"
             )
         self._before = self._tokens_before(bos)
+        self._first = tokenizer.bos if self._before else self._named_bos()
 
     def _tokens_before(self, bos: bool | None) -> list[int] | None:
         """Returns the tokens before a text; None: tokenizer.json says which are around it."""
@@ -41,6 +43,17 @@ class TaskText:
         adds_bos = tokenizer.adds_bos if bos is None else bos
         return [tokenizer.bos] if adds_bos and tokenizer.bos is not None else []
 
+    def _named_bos(self) -> int | None:
+        """Returns the token that transformers takes as the one that begins documents.
+
+        It guesses none: where a tokenizer_config.json names no bos_token, there is none.
+        """
+        tokenizer = self._tokenizer
+        if self._model is None or not (tokenizer.file.parent / chat_template.CONFIG).is_file():
+            return tokenizer.bos
+        name = chat_template.named_special_tokens(tokenizer.file.parent).get("bos_token")
+        return None if name is None else self._model.token_to_id(name)
+
     @property
     def end(self) -> int | None:
         """The token that ends documents."""
@@ -49,7 +62,7 @@ class TaskText:
     @property
     def prefix(self) -> int:
         """The token before a text without context; raises ConfigError if there is none."""
-        for token in (self._tokenizer.bos, self._tokenizer.eos):
+        for token in (self._first, self._tokenizer.eos):
             if token is not None:
                 return token
         raise ConfigError(

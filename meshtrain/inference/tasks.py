@@ -26,6 +26,7 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, minimum_faults
 from meshtrain.inference import generate, generation_config, sampling, suite
 from meshtrain.inference.answers import Answers
+from meshtrain.inference.generation_config import Defaults
 from meshtrain.inference.restore import restore_params
 from meshtrain.inference.sampling import Sampling
 from meshtrain.inference.scores import Interrupted, Scorer
@@ -73,6 +74,9 @@ def run(cfg: Config, path: Path, settings: Settings) -> int:
             "--stride": 1 if stride is None else stride,
         },
     )
+    for flag, file in (("--output", settings.output), ("--cache", settings.cache)):
+        if file is not None and file.is_dir():
+            faults.append(f"{flag}={file}: is a folder; use a file, such as {file / 'a.json'}")
     if faults:
         raise ConfigError(*faults)
     workdir = find.workdir_of(path)
@@ -91,6 +95,7 @@ def run(cfg: Config, path: Path, settings: Settings) -> int:
             opened = _open_suite(settings)
         if settings.apply_chat_template:
             reader.template()  # a fault in it is reported before anything is compiled
+        _say_notes(reader, opened)
     if settings.output is not None:
         _touch(settings.output)
 
@@ -140,7 +145,7 @@ class Reader:
     text: TaskText
     context: int
     stop: frozenset[int]
-    sampling: Mapping[str, float]  # what generation_config.json says
+    defaults: Defaults  # what generation_config.json says
     template: Callable[[], ChatTemplate]  # raises ConfigError if there is none
 
 
@@ -177,9 +182,24 @@ def open_reader(
         text=TaskText(tokenizer, bos=bos),
         context=context,
         stop=frozenset(token for token in ends if token is not None),
-        sampling=generation_config.read(folders).sampling,
+        defaults=generation_config.read(folders),
         template=template,
     )
+
+
+def _say_notes(reader: Reader, opened: Suite) -> None:
+    """Prints what generation_config.json says about the texts of tasks besides how to sample."""
+    if not opened.generates or jax.process_index() != 0:
+        return
+    defaults = reader.defaults
+    notes = defaults.notes()
+    if defaults.length is not None:
+        notes.append(
+            f"{defaults.file}: max_new_tokens={defaults.length}: replaces max_gen_toks of tasks, "
+            f"as in transformers"
+        )
+    for note in notes:
+        console.say(note, stream="stderr")
 
 
 class Evaluator:
@@ -238,7 +258,8 @@ class Evaluator:
             context=reader.context,
             batch=self._batch,
             stop=reader.stop,
-            sampling=reader.sampling,
+            sampling=reader.defaults.sampling,
+            length=reader.defaults.length,
             template=reader.template,
             answers=answers or Answers(),
             stop_requested=self._stop_requested,
@@ -418,6 +439,7 @@ def make_task_metrics(
                 fault = fault.replace(flag, key)
             faults.append(fault if fault.startswith("eval.") else f"eval.tasks: {fault}")
         raise ConfigError(*faults) from error
+    _say_notes(reader, opened)
     evaluator = Evaluator(cfg, program, reader, stop_requested=stop_requested)
 
     def evaluate(state: TrainState) -> dict[str, float | None] | None:

@@ -349,3 +349,29 @@ def test_text_begins_as_its_tokenizer_says(tmp_path):
     assert TaskText(tokenizers.load(folder)).encode("the sun") == [bos, *plain_ids]
     with pytest.raises(ConfigError, match="--bos: tokenizer bytes has no begin-of-document"):
         TaskText(tokenizers.load("bytes"), bos=True)
+
+
+def test_a_text_without_context_follows_the_token_that_transformers_takes(tmp_path):
+    folder = lib.tokenizer(tmp_path / "tokenizer")
+    bos, eos = tokenizers.load(folder).bos, tokenizers.load(folder).eos
+    file = folder / "tokenizer_config.json"
+    named = json.loads(file.read_text())
+
+    def prefix(settings, **options):
+        file.write_text(json.dumps(settings))
+        return TaskText(tokenizers.load(folder), **options).prefix
+
+    unnamed = {key: value for key, value in named.items() if key != "bos_token"}
+    assert prefix(named) == bos
+    # The vocabulary has <s>, but nothing says that it begins documents.
+    assert prefix(unnamed) == eos
+    assert prefix({**unnamed, "bos_token": None}) == eos
+    assert prefix(unnamed, bos=True) == bos
+    # A chat does not begin with it either.
+    text = TaskText(tokenizers.load(folder))
+    assert text.encode("<s>sun") == [bos, bos, *text.encode("sun", special=False)]
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    assert prefix(unnamed) == bos
+    (folder / "special_tokens_map.json").unlink()
+    file.unlink()
+    assert TaskText(tokenizers.load(folder)).prefix == bos

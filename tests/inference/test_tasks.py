@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -408,6 +409,8 @@ def test_tasks_of_the_harness_are_no_code_of_others(folders):
         (["--files=README.md", "--stride=65"], "--stride=65: is more than the 64 tokens"),
         (["--files=README.md", "--stride=0"], "--stride=0"),
         (["--files=README.md", "--output=/proc/x"], "--output=/proc/x"),
+        (["--tasks=choice", "--output=docs"], "--output=docs: is a folder; use a file"),
+        (["--files=README.md", "--cache=docs"], "--cache=docs: is a folder; use a file"),
     ],
 )
 def test_a_fault_is_one_line(flags, message, folders, monkeypatch, capsys):
@@ -419,18 +422,96 @@ def test_a_fault_is_one_line(flags, message, folders, monkeypatch, capsys):
     assert message in err
 
 
-@pytest.mark.parametrize("flag", ["--limit=2", "--num_fewshot=1", "--cache=x", "--context=8"])
-def test_flags_of_tasks_need_tasks(flag, folders, capsys):
-    code, out, err = run_verb(folders.flags[0], flag, capsys=capsys)
+def test_what_a_generation_config_sets_is_followed_or_named(folders, tmp_path, monkeypatch, capsys):
+    workdir = tmp_path / "run"
+    shutil.copytree(folders.workdir, workdir)
+    file = workdir / "generation_config.json"
+    flags = [f"--workdir={workdir}", *folders.flags[1:], "--limit=3"]
+    requests = recorded(monkeypatch)
+    # The task asks for 9 tokens.
+    for length in (2, 12):
+        file.write_text(json.dumps({"max_new_tokens": length, "min_new_tokens": 6}))
+        code, _, err = run_verb(*flags, "--tasks=writing", capsys=capsys)
+        assert code == 0, err
+        notes = [line for line in err.splitlines() if line.startswith(str(file))]
+        assert notes == [
+            f"{file}: min_new_tokens=6: is not supported, ignored",
+            f"{file}: max_new_tokens={length}: replaces max_gen_toks of tasks, as in transformers",
+        ]
+        plain = Plain(folders)
+        for _, (text, settings), answer in requests:
+            assert answer == plain.write(text, settings["until"], length)
+        assert len(requests) == 3
+        requests.clear()
+    # A task without texts has nothing to do with them.
+    assert str(file) not in run_verb(*flags, "--tasks=choice", capsys=capsys)[2]
+
+
+UNUSED = {
+    "": [
+        "--limit=2",
+        "--limit=0",
+        "--num_fewshot=1",
+        "--num_fewshot=0",
+        "--include_path=docs",
+        "--apply_chat_template",
+        "--no-bos",
+        "--cache=x",
+        "--context=8",
+    ],
+    "--files=README.md": [
+        "--num_fewshot=0",
+        "--limit=1",
+        "--include_path=docs",
+        "--apply_chat_template",
+        "--bos",
+        "--split=heldout",
+        "--max_batches=0",
+    ],
+    "--tasks=choice": [
+        "--stride=8",
+        "--split=all",
+        "--max_batches=2",
+        "--no-fewshot_as_multiturn",
+        "--fewshot_as_multiturn",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "flag"), [(one, flag) for one, flags in UNUSED.items() for flag in flags]
+)
+def test_a_flag_without_effect_is_one_line(evaluated, flag, folders, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    given = [folders.flags[0], *filter(None, [evaluated]), flag]
+    code, out, err = run_verb(*given, capsys=capsys)
+    name = flag.partition("=")[0].replace("--no-", "--")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert flag.partition("=")[0] in err and "--tasks" in err
+    assert f"{name}: " in err
+
+
+def test_texts_of_tasks_and_files_share_a_command(folders, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    flags = ["--tasks=choice", "--files=LICENSE", "--stride=64", "--limit=1", "--no-bos"]
+    code, out, err = run_verb(*folders.flags, *flags, capsys=capsys)
+    assert code == 0, err
+    assert "LICENSE" in out and "choice" in out
 
 
 def test_a_file_that_cannot_be_read_is_named(folders, tmp_path, capsys):
     (tmp_path / "broken.yaml").write_text("task: [broken\n")
     flags = [*folders.flags[:2], f"--include_path={tmp_path}", "--tasks=broken"]
     code, _, err = run_verb(*flags, capsys=capsys)
-    assert code == 2 and f"{tmp_path / 'broken.yaml'}: cannot be read as YAML" in err
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'broken.yaml'}: cannot be read as YAML" in err
+    (tmp_path / "other.yaml").write_text("task: [within\n")
+    code, _, err = run_verb(*flags[:-1], "--tasks=within", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'other.yaml'}: cannot be read as YAML" in err
+    # They have nothing to do with another name.
+    code, _, err = run_verb(*flags[:-1], "--tasks=nothere", capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--tasks=nothere: is no task" in err
 
 
 def test_without_the_extra_a_line_names_it(folders, monkeypatch, capsys):
@@ -529,6 +610,16 @@ def test_a_run_stops_within_the_evaluation_of_tasks(folders, tmp_path):
         ({"tasks": "choice,"}, "eval.tasks=choice,: use names, with commas between"),
         ({"tasks_path": "nowhere"}, "eval.tasks_path=.*nowhere: is no folder"),
         ({"tasks": "", "tasks_every": 5}, "eval.tasks_every=5: there are no tasks"),
+        ({"tasks": ""}, "eval.tasks_path=.*: there are no tasks"),
+        (
+            {"tasks": "", "tasks_path": "", "tasks_limit": 2.0},
+            "eval.tasks_limit=2.0: there are no tasks; set eval.tasks=NAMES",
+        ),
+        ({"tasks": "", "tasks_path": "", "tasks_fewshot": 0}, "eval.tasks_fewshot=0: there are no"),
+        (
+            {"tasks": "", "tasks_path": "", "tasks_chat_template": True},
+            "eval.tasks_chat_template=True: there are no tasks",
+        ),
         ({"tasks_fewshot": -2}, "eval.tasks_fewshot=-2"),
     ],
 )
