@@ -49,9 +49,12 @@ class TaskText:
         It guesses none: where a tokenizer_config.json names no bos_token, there is none.
         """
         tokenizer = self._tokenizer
-        if self._model is None or not (tokenizer.file.parent / chat_template.CONFIG).is_file():
+        if self._model is None or tokenizer.file is None:
             return tokenizer.bos
-        name = chat_template.named_special_tokens(tokenizer.file.parent).get("bos_token")
+        folder = tokenizer.file.parent
+        if not (folder / chat_template.CONFIG).is_file():
+            return tokenizer.bos
+        name = chat_template.named_special_tokens(folder).get("bos_token")
         return None if name is None else self._model.token_to_id(name)
 
     @property
