@@ -8,6 +8,7 @@ sandbox.
 
 import contextlib
 import fnmatch
+import functools
 import logging
 import os
 import re
@@ -48,7 +49,14 @@ def load(
     os.environ.setdefault("TQDM_DISABLE", "1")  # each task would show several bars
     errors.import_optional("lm_eval", "evals")
     import datasets
+    import lm_eval.api.model
+    import lm_eval.api.task
+    import tqdm
     from lm_eval.tasks import TaskManager
+
+    # tqdm reads the variable when it is imported, and another package may have done so before.
+    for module in (lm_eval.api.model, lm_eval.api.task):
+        vars(module)["tqdm"] = functools.partial(tqdm.tqdm, disable=True)
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else a line for each default of a task
     datasets.disable_progress_bars()
