@@ -326,6 +326,7 @@ class RealStart:
             program=program,
             data=None,
             heldout_metrics=self.evaluate if self.settings.eval_every else None,
+            task_metrics=None,
             folder=self.folder,
             writer=writer,
             saver=own_saver,

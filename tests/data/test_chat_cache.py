@@ -237,7 +237,10 @@ def test_a_table_without_conversations_is_named_before_any_is_read(
     monkeypatch.setattr(chat, "_groups", lambda *arguments: pytest.fail("a line is read"))
     with pytest.raises(ConfigError) as error:
         build(tmp_path / "in", folder)
-    fault = "has no column messages, nor prompt and completion; rename its columns, or leave it out"
+    fault = (
+        "has no column messages, nor prompt and completion, nor conversations, nor instruction and "
+        "output; rename its columns, or leave it out"
+    )
     assert list(error.value.faults) == [f"{path}: {fault}: chat, prompt"]
 
 

@@ -109,7 +109,7 @@ def test_grouped_outputs_and_gradients_equal_plain_maths(name, dtype):
 )
 def test_a_device_runs_as_many_grouped_passes_as_its_rows_need(num_own, assigned, num_passes):
     assigned = jnp.asarray(assigned, jnp.int32)
-    passes = experts._Passes.of(assigned, T * K, E, num_own)
+    passes = experts._Passes.of(assigned, T * K, E, num_own, has_bias=False)
     num_rows = int(((assigned >= 0) & (assigned < num_own)).sum())
     assert max(1, -(-num_rows // passes.size)) == num_passes
     assert passes.expected == min(T * K, -(-T * K * num_own // E))

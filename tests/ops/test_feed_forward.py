@@ -44,11 +44,15 @@ def product(hidden, kernel):
     return 0.5 * hidden @ kernel
 
 
+def gated_by(activation):
+    return lambda up, gate: activation(gate) * up
+
+
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu], ids=["swiglu", "geglu"])
 def test_a_gated_product(activation):
     arguments = RNG.normal(size=(N, F)), RNG.normal(size=(N, F)), RNG.normal(size=(F, D))
     assert_same_gradients(
-        lambda *given: gated_product(product, activation, *given),
+        lambda *given: gated_product(product, gated_by(activation), *given),
         lambda up, gate, kernel: product(activation(gate) * up, kernel),
         *arguments,
     )
@@ -57,6 +61,8 @@ def test_a_gated_product(activation):
 def test_a_gated_product_keeps_its_operands_and_no_hidden_activations():
     up, gate = jnp.ones((N, F), jnp.bfloat16), jnp.ones((N, F), jnp.bfloat16)
     kernel = jnp.ones((F, D), jnp.bfloat16)
-    _, vjp = jax.vjp(lambda *given: gated_product(product, jax.nn.silu, *given), up, gate, kernel)
+    _, vjp = jax.vjp(
+        lambda *given: gated_product(product, gated_by(jax.nn.silu), *given), up, gate, kernel
+    )
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(vjp))
     assert sizes == sorted([up.size, gate.size, kernel.size])
