@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -434,9 +434,8 @@ def _read_rows(path: Path, begin: inputs.Position) -> Iterator[inputs.Record]:
         for number, row in zip(numbers.tolist(), opened.read(numbers), strict=True):
             after = inputs.Position(begin.file, number + 1, number + 1)
             # What is no object is a fault of this row.
-            content = row.reason if isinstance(row, row_files.Fault) else row
-            if isinstance(row, Mapping) and row.get("messages") is not None:
-                content = {key: row[key] for key in row if key not in ("prompt", "completion")}
+            is_fault = isinstance(row, row_files.Fault)
+            content = row.reason if is_fault else conversations.of_row(row)
             yield inputs.Record(json.dumps(content, default=str).encode(), after, 0)
 
 

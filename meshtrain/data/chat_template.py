@@ -47,7 +47,7 @@ class ChatTemplate:
     reads_clock: bool  # whether its text depends on the date
     names: frozenset[str]  # the words in it, among them the keys of messages that it reads
     eos_token: str  # of the tokenizer; "": unknown
-    special: tuple[str, ...]  # the texts of special tokens, which no text contains by chance
+    special: tuple[str, ...]  # the texts of special tokens
     digest: str  # of the templates and the special tokens
 
 

@@ -6,7 +6,7 @@ The text and its tokens are those of transformers.
 import datetime
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,7 +31,18 @@ MESSAGE_KEYS = {
 }
 
 
-# Of a message in ShareGPT's form: `from`, and the role of it.
+# The forms of a line: the keys that it needs, and all that are read besides tools and documents.
+FORMS = (
+    (("messages",), ("messages",)),
+    (("prompt", "completion"), ("prompt", "completion")),
+    (("conversations",), ("conversations", "system", "id")),
+    # Stanford's file repeats it all in `text`, in a template of its own.
+    (
+        ("instruction", "output"),
+        ("instruction", "input", "output", "history", "system", "id", "text"),
+    ),
+)
+# Of a message in ShareGPT's form: its role by the value of `from`.
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -81,21 +92,17 @@ def from_object(parsed: Any) -> Conversation:
     for key in ("tools", "documents"):
         if not isinstance(parsed.get(key), list | None):
             raise ValueError(f"{key} is {type(parsed[key]).__name__}, not a list")
+    needed, read = _form_of(parsed)
     prompt: list[dict[str, Any]] = []
-    if "messages" in parsed:
-        read = {"messages"}
+    if needed == ("messages",):
         replies = _messages("messages", parsed["messages"], role="")
-    elif {"prompt", "completion"} <= parsed.keys():
-        read = {"prompt", "completion"}
+    elif needed == ("prompt", "completion"):
         prompt = _messages("prompt", parsed["prompt"], role="user")
         replies = _messages("completion", parsed["completion"], role="assistant")
-    elif "conversations" in parsed:
-        read = {"conversations", "system", "id"}
+    elif needed == ("conversations",):
         turns = _messages("conversations", _from_sharegpt(parsed["conversations"]), role="")
         replies = [*_system(parsed), *turns]
-    elif {"instruction", "output"} <= parsed.keys():
-        # Stanford's file repeats it all in `text`, in a template of its own.
-        read = {"instruction", "input", "output", "history", "system", "id", "text"}
+    elif needed == ("instruction", "output"):
         replies = _messages("the conversation", _system(parsed) + _from_alpaca(parsed), role="")
     else:
         raise ValueError(
@@ -105,7 +112,7 @@ def from_object(parsed: Any) -> Conversation:
     for key in parsed:
         if key == "weight":
             raise ValueError("has a weight; put it into the messages of the assistant")
-        if key not in read | {"tools", "documents"}:
+        if key not in (*read, "tools", "documents"):
             raise ValueError(f"has the key {key!r}, which is not read; remove it")
     messages = [*prompt, *replies]
     context = [number for number, message in enumerate(messages) if message.get("weight") == 0]
@@ -119,6 +126,23 @@ def from_object(parsed: Any) -> Conversation:
         context=tuple(context),
         documents=parsed.get("documents"),
     )
+
+
+def _form_of(keys: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the first of FORMS whose needed keys are there; without any, no keys."""
+    for needed, read in FORMS:
+        if all(key in keys for key in needed):
+            return needed, read
+    return (), ()
+
+
+def of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the line that a row of a table stands for: its other columns are not read."""
+    filled = {key: value for key, value in row.items() if value is not None}
+    _, read = _form_of(filled)
+    if not read:
+        return filled
+    return {key: filled[key] for key in filled if key in (*read, "tools", "documents")}
 
 
 def _system(parsed: dict[str, Any]) -> list[dict[str, Any]]:

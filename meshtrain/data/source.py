@@ -93,7 +93,7 @@ class Source:
     phases: Sequence[Phase] = ()  # checkpoints record them
     # Returns what is read of each data set of a mixture from one sample up to another.
     parts: Callable[[int, int], Sequence[Part]] | None = None
-    # Returns the same data in windows that begin so many tokens apart: see `with_stride`. None: its
+    # Returns the same data in windows that begin N tokens apart: see `with_stride`. None: its
     # rows are no windows of a stream.
     strided: Callable[[int], "Source"] | None = None
 

@@ -308,6 +308,14 @@ def test_sharegpt_and_alpaca_are_recognised_by_their_keys(line, messages):
     assert [(m["role"], m["content"]) for m in one.messages] == messages
 
 
+def test_of_a_row_only_the_columns_of_its_form_are_read():
+    row = {"messages": dialogue("q", "a"), "system": "s", "input": "x", "output": "o", "tools": []}
+    assert conversations.of_row(row) == {"messages": row["messages"], "tools": []}
+    pair = {"messages": None, "prompt": "q", "completion": "a", "system": "s"}
+    assert conversations.of_row(pair) == {"prompt": "q", "completion": "a"}
+    assert conversations.of_row({"system": "s", "messages": None}) == {"system": "s"}
+
+
 def test_documents_are_what_the_template_gets(tmp_path):
     line = {"messages": dialogue("q", "a"), "documents": [{"title": "t", "text": "x"}]}
     one = conversations.parse(json.dumps(line).encode())
