@@ -119,6 +119,7 @@ def build(
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
     faults += _row_faults(tokenizer_path, field, template)
+    faults += _learned_faults(learned)
     faults += minimum_faults(0, {"data.cache_gb": cache_gb})
     entries = _entries(path, mixture, phases)
     if faults:
@@ -234,6 +235,14 @@ def _row_faults(tokenizer_path: str, field: str, template: str) -> list[str]:
             f"meshtrain.data.rows:build reads them; `meshtrain prepare` has flags of these names"
         )
     return faults
+
+
+def _learned_faults(learned: str) -> list[str]:
+    if learned == "replies":
+        return []
+    return [
+        f"data.learned={learned}: only data.build=meshtrain.data.chat:build reads it; leave it out"
+    ]
 
 
 def unread_faults(name: str, unread: Mapping[str, Any]) -> list[str]:

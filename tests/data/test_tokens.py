@@ -212,3 +212,21 @@ def test_the_baseline_is_the_entropy_of_the_split(tmp_path):
         for split in ("train", "heldout")
     }
     assert baselines == pytest.approx({"train": math.log(2), "heldout": 0}, abs=1e-12)
+
+
+def test_what_is_learned_of_conversations_is_no_setting_of_text(tmp_path):
+    (tmp_path / "a.txt").write_text("abc " * 100)
+    with pytest.raises(ConfigError, match="data.learned=all: only .*chat:build reads it"):
+        tokens.build(
+            path=str(tmp_path),
+            dtype="",
+            pattern="*.txt",
+            exclude=(),
+            seq_len=8,
+            vocab_size=256,
+            separator=-1,
+            heldout=0.0,
+            seed=0,
+            split="train",
+            learned="all",
+        )
