@@ -6,6 +6,7 @@ which a client sends together overlap, as they do in a store far away.
 
 import contextlib
 import hashlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,11 @@ class Store(ThreadingHTTPServer):
         self.reads: list[tuple[str, str | None]] = []  # objects and ranges that were asked for
         # Called with both before the answer; returns an HTTP status to answer instead, or None.
         self.before_read: Callable[[str, str | None], HTTPStatus | None] = lambda name, range: None
+
+    def handle_error(self, request, client_address) -> None:
+        """Prints nothing of a client that was ended, or no longer waited for its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
