@@ -129,13 +129,12 @@ def build(
     def rows_of(corpus: Corpus) -> Source:
         name = f"the {split} split of data.heldout={heldout}"
         return tokens.split_source(
-            tokens.Split(corpus, first, last, name),
+            tokens.Split(corpus, first, last, name, "conversations", tokens.entropy(counts)),
             packing,
             separator=-1,
             seq_len=seq_len,
             vocab_size=vocab_size,
             seed=seed,
-            baseline=tokens.entropy(counts),
         )
 
     source = rows_of(corpus)
@@ -147,12 +146,11 @@ def build(
         return batch._replace(weights=batch.weights * marks.read(indices).targets)
 
     share = counts.sum() / (last - first)
-    description = source.description.replace(" documents,", " conversations,", 1)
     return dataclasses.replace(
         source,
         strided=None,  # it would not know what is learned
         read=read,
-        description=f"{description}, {share:.2%} of the tokens learned",
+        description=f"{source.description}, {share:.2%} of the tokens learned",
         warnings=[*loaded.warnings, *_length_warnings(starts, packing, seq_len)],
     )
 

@@ -33,7 +33,7 @@ class Corpus(NamedTuple):
     document_files: Sequence[str] = ()  # of a folder of text: the file of each document
     digest: str = ""  # of the tokens; see identity.py
     tokenizer: str = ""  # digest of the tokenizer; "": unknown
-    tokenizer_folder: Path | None = None  # a prepared folder, which has its tokenizer
+    tokenizer_path: Path | None = None  # its file, or a prepared folder, which has it
     vocab_size: int = 0  # 0: unknown
     token_bytes: np.ndarray | None = None  # (vocab_size,) number of text bytes of each token
     # Path prefix of the files that cache computed results; "": none are written.
@@ -120,7 +120,7 @@ def _join_prepared(
         tokenizer=manifest["tokenizer"]["sha256"],
         vocab_size=manifest["tokenizer"]["vocab_size"],
         token_bytes=prepared.read_token_bytes(folder, manifest),
-        tokenizer_folder=folder,
+        tokenizer_path=folder,
         cache_prefix=str(folder / "all"),
     )
 

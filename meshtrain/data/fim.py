@@ -79,8 +79,8 @@ def load(
     if not rate:
         return None
     tokenizer = None
-    if corpus.tokenizer_folder:
-        tokenizer = tokenizers.load(corpus.tokenizer_folder)
+    if corpus.tokenizer_path:
+        tokenizer = tokenizers.load(corpus.tokenizer_path)
     elif corpus.tokenizer == tokenizers.BYTES:
         tokenizer = tokenizers.load(tokenizers.BYTES)
     prefix, suffix, middle = _ids(tokens, tokenizer, corpus.path, vocab_size)

@@ -4,30 +4,29 @@ Which tokens a sample holds follows from the lengths of all rows. They are measu
 in a file; see row_index.py.
 """
 
-import dataclasses
 import functools
 import hashlib
 import json
-import math
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtrain.config.rounding import to_12_digits
 from meshtrain.data import files, index_cache, row_files, row_index, tokens
 from meshtrain.data import tokenizer as tokenizers
 from meshtrain.data.corpus import Corpus
+from meshtrain.data.remote import CACHE_GB
 from meshtrain.data.row_files import TextOf
 from meshtrain.data.row_index import LazyTokens
 from meshtrain.data.row_tokenizer import Job, RowTokenizer
-from meshtrain.data.source import Source, check_sizes
+from meshtrain.data.source import Source
 from meshtrain.data.workers import Workers
-from meshtrain.errors import ConfigError, choice_faults, minimum_faults
+from meshtrain.errors import ConfigError, minimum_faults
 
 FORMAT = 2  # of the index, and of the texts of rows
 MAX_EXTRA = 4.0  # tokens that are tokenized for each token of a sample, without a warning
+MAX_PATHS = 32  # whose worker processes are shared by the splits
 MAX_GROUP_BYTES = 8 << 20  # of a group of rows, without a warning
 
 
@@ -38,82 +37,70 @@ def build(
     seq_len: int,
     vocab_size: int,
     heldout: float,
-    seed: int,
-    split: str,
-    separator: int = -1,
     packing: str = "windows",
-    mixture: tuple = (),
+    heldout_path: str = "",
     field: str = "text",
     template: str = "",
     num_workers: int = 2,
     index_path: str = "",
-    heldout_path: str = "",
-    **unread,
+    dtype: str = "",  # of files of tokens, as pattern, exclude and cache_gb
+    pattern: str = "",
+    exclude: tuple = (),
+    cache_gb: float = CACHE_GB,
+    learned: str = "replies",  # for chat:build
+    **settings: Any,
 ) -> Source:
     """Returns the "train" or "heldout" split of the rows in `path`.
 
     `path` is a file, a folder, also one that `datasets` saved, or a pattern. The text of a row is
     its `field`, or what `template` makes of several; a row is a document. `tokenizer_path` is
-    "bytes", a tokenizer's file or a folder with one. Held-out part, packing and order are those of
-    tokens.py, so samples are those of the folder that `meshtrain prepare` makes of the same files,
-    with packing "windows". `num_workers` processes read and tokenize, 0: this one. `index_path` is
-    the folder for the lengths of the rows; "": next to the data. Raises ConfigError if the data is
-    unusable. With `heldout_path` all of that is held out instead.
+    "bytes", a tokenizer's file or a folder with one. `num_workers` processes for each path read and
+    tokenize, 0: this one. `index_path` is the folder for the lengths of the rows; "": next to the
+    data. Held-out part, mixtures, phases, packing, order and filling in the middle are those of
+    tokens.py, which describes the other `settings`: samples are those of the folders that
+    `meshtrain prepare` makes of the same files. Raises ConfigError if the data is unusable.
     """
-    check_sizes(seq_len, vocab_size, seed, separator)
-    faults = choice_faults("data.packing", packing, tokens.PACKINGS)
-    faults += minimum_faults(0, {"data.num_workers": num_workers})
-    if not 0 <= heldout < 1:
-        faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
-    if mixture:
-        faults.append(
-            f"data.mixture={mixture}: rows are not mixed; tokenize each part with `meshtrain "
-            f"prepare`, and use data.build=meshtrain.data.tokens:build"
-        )
-    if not path:
-        faults.append(f"data.path is empty: give files of {row_files.NAMES}")
+    faults = minimum_faults(0, {"data.num_workers": num_workers})
     if not tokenizer_path:
         faults.append("data.tokenizer_path is empty: give a tokenizer's folder or file, or bytes")
     if template and field != "text":
         faults.append(f"data.template={template} and data.field={field}: give one of them")
     if not template and not field:
         faults.append("data.field is empty: give the column with the text, or data.template")
-    faults += tokens.unread_faults("meshtrain.data.rows:build", unread)
-    if faults:
-        raise ConfigError(*faults)
-    if template:
+    faults += tokens.learned_faults(learned)
+    faults += tokens.unread_faults("meshtrain.data.rows:build", {"cache_gb": cache_gb})
+    if template and not faults:
         _check_template(template)
-    if heldout_path:
-        path, heldout = (path, 0.0) if split == "train" else (heldout_path, 1.0)
 
-    rows = load(
-        path,
-        tokenizer_path,
-        TextOf(field, template),
-        vocab_size=vocab_size,
-        num_workers=num_workers,
-        index_path=index_path,
-    )
-    corpus = rows.corpus
-    num_tokens = corpus.num_tokens
-    num_train = num_tokens - math.floor(to_12_digits(num_tokens * heldout))
-    source = tokens.split_source(
-        tokens.Split(
-            corpus,
-            first=0 if split == "train" else num_train,
-            last=num_train if split == "train" else num_tokens,
-            name=f"the {split} split of data.heldout={heldout}",
-        ),
-        packing,
-        separator=separator,
+    def open_split(one: str, *, is_heldout: bool) -> tokens.Split:
+        rows = load(
+            one,
+            tokenizer_path,
+            TextOf(field, template),
+            vocab_size=vocab_size,
+            num_workers=num_workers,
+            index_path=index_path,
+        )
+        warnings = [*rows.warnings, *_cost_warnings(rows, packing, seq_len)]
+        share, key = heldout, f"data.heldout={heldout}"
+        if heldout_path:
+            share, key = float(is_heldout), f"data.heldout_path={heldout_path}"
+        split = tokens.split_of(
+            rows.corpus._replace(warnings=warnings), share, key, is_heldout=is_heldout
+        )
+        return split._replace(documents="rows", baseline=tokens.entropy(rows.counts))
+
+    return tokens.assemble(
+        open_split,
+        faults,
+        path=path,
         seq_len=seq_len,
         vocab_size=vocab_size,
-        seed=seed,
-        baseline=tokens.entropy(rows.counts),
+        heldout=heldout,
+        packing=packing,
+        heldout_path=heldout_path,
+        **settings,
     )
-    description = source.description.replace(" documents,", " rows,", 1)
-    warnings = [*rows.warnings, *_cost_warnings(rows, packing, seq_len)]
-    return dataclasses.replace(source, description=description, warnings=warnings)
 
 
 def _check_template(template: str) -> None:
@@ -164,7 +151,7 @@ def load(
         )
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=MAX_PATHS)
 def _load(
     path: str,
     paths: tuple[Path, ...],
@@ -217,6 +204,7 @@ def _load(
         document_starts=index.starts,
         digest=_digest(index.digest, tokenizer_digest),
         tokenizer=tokenizer_digest,
+        tokenizer_path=tokenizer.file,
         vocab_size=tokenizer.vocab_size,
         token_bytes=tokenizer.token_bytes(),
         cache_prefix=str(index.folder / "all"),

@@ -199,18 +199,20 @@ def entry_of(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder / prepared.MANIFEST} cannot be read: {error}") from None
 
 
-def added_bytes(folder: Path) -> np.ndarray:
-    """Returns how many bytes a prepared folder's tokenizer added to the token after each one (V,).
+def added_bytes(path: Path) -> np.ndarray:
+    """Returns how many bytes a tokenizer added to the token after each one of documents, (V,).
 
     Many tokenizers put a space before a text. It is part of the first token, which is a target if
-    the document begins with `bos`.
+    the document begins with `bos`. `path` is a tokenizer's file, or a prepared folder.
     """
-    entry = entry_of(folder)
-    added_V = np.zeros(entry["vocab_size"], np.int32)
-    if entry["bos"] is not None:
-        loaded = load(folder)
+    entry = entry_of(path) if path.is_dir() else {}
+    if entry and entry["bos"] is None:
+        return np.zeros(entry["vocab_size"], np.int32)
+    loaded = load(path)
+    added_V = np.zeros(loaded.vocab_size, np.int32)
+    if loaded.adds_bos:
         first = loaded.encode("a")
-        added_V[entry["bos"]] = max(loaded.token_bytes()[first].sum() - len("a"), 0)
+        added_V[loaded.bos] = max(loaded.token_bytes()[first].sum() - len("a"), 0)
     return added_V
 
 

@@ -3,13 +3,14 @@
 corpus.py reads the files.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -111,16 +112,85 @@ def build(
     A path may be the URL of a prepared folder on an object store; up to `cache_gb` of all data are
     cached on the local disk.
     """
+    faults = _row_faults(tokenizer_path, field, template)
+    faults += learned_faults(learned)
+    faults += minimum_faults(0, {"data.cache_gb": cache_gb})
+
+    def open_split(one: str, *, is_heldout: bool) -> Split:
+        split = _split_of(
+            one,
+            heldout,
+            heldout_path,
+            is_heldout=is_heldout,
+            dtype=dtype,
+            vocab_size=vocab_size,
+            pattern=pattern,
+            exclude=exclude,
+            cache_gb=cache_gb,
+        )
+        return _with_warnings(split, dtype, separator)
+
+    return assemble(
+        open_split,
+        faults,
+        path=path,
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        separator=separator,
+        heldout=heldout,
+        seed=seed,
+        split=split,
+        packing=packing,
+        mixture=mixture,
+        heldout_path=heldout_path,
+        phases=phases,
+        weights=weights,
+        max_epochs=max_epochs,
+        shuffle_documents=shuffle_documents,
+        fim_rate=fim_rate,
+        fim_spm_rate=fim_spm_rate,
+        fim_tokens=fim_tokens,
+    )
+
+
+class OpenSplit(Protocol):
+    def __call__(self, path: str, /, *, is_heldout: bool) -> "Split": ...
+
+
+def assemble(
+    open_split: OpenSplit,
+    faults: Sequence[str],
+    *,
+    path: str,
+    seq_len: int,
+    vocab_size: int,
+    heldout: float,
+    seed: int,
+    split: str,
+    separator: int = -1,
+    packing: str = "windows",
+    mixture: tuple = (),
+    heldout_path: str = "",
+    phases: tuple = (),
+    weights: str = "tokens",
+    max_epochs: float = 0.0,
+    shuffle_documents: bool = False,
+    fim_rate: float = 0.0,
+    fim_spm_rate: float = 0.5,
+    fim_tokens: tuple = (),
+) -> Source:
+    """Returns the source of a run from the splits of its paths; the settings are those of `build`.
+
+    `open_split` opens the training part of a path, or the held-out one. Raises ConfigError for
+    `faults`, which the caller found, and for those of these settings.
+    """
     check_sizes(seq_len, vocab_size, seed, separator)
-    faults = _packing_faults(packing, shuffle_documents=shuffle_documents)
+    faults = [*_packing_faults(packing, shuffle_documents=shuffle_documents), *faults]
     faults += choice_faults("data.weights", weights, WEIGHTS)
     faults += minimum_faults(0, {"data.max_epochs": max_epochs})
     faults += fim.rate_faults(fim_rate, fim_spm_rate)
     if not 0 <= heldout < 1:
         faults.append(f"data.heldout={heldout}: use a fraction from 0 to below 1")
-    faults += _row_faults(tokenizer_path, field, template)
-    faults += _learned_faults(learned)
-    faults += minimum_faults(0, {"data.cache_gb": cache_gb})
     entries = _entries(path, mixture, phases)
     if faults:
         raise ConfigError(*faults)
@@ -133,19 +203,8 @@ def build(
     paths, shares = _shares(entries)
     splits = []
     for one in paths:
-        splits.append(
-            _split_of(
-                one,
-                heldout,
-                heldout_path,
-                is_heldout=is_heldout,
-                dtype=dtype,
-                vocab_size=vocab_size,
-                pattern=pattern,
-                exclude=exclude,
-                cache_gb=cache_gb,
-            )
-        )
+        with _named(heldout_path if one == heldout_path else ""):
+            splits.append(open_split(one, is_heldout=is_heldout))
     corpora = [one.corpus for one in splits]
     check_tokenizers(corpora, vocab_size)
 
@@ -174,11 +233,11 @@ def build(
     )
 
     def complete(source: Source, warnings: Sequence[str] = ()) -> Source:
-        warnings = [*_warnings(corpora, dtype, separator), *warnings]
+        of_corpora = [line for corpus in corpora for line in corpus.warnings]
         read = source.read
         if for_filling and not is_heldout:
             read = fim.reader(read, for_filling, seed)
-        return dataclasses.replace(source, read=read, warnings=warnings)
+        return dataclasses.replace(source, read=read, warnings=[*of_corpora, *warnings])
 
     def mixed(first_samples: Sequence[int]) -> Source:
         return mix(sources, paths, _phases_of(entries, shares, first_samples, seed))
@@ -237,7 +296,7 @@ def _row_faults(tokenizer_path: str, field: str, template: str) -> list[str]:
     return faults
 
 
-def _learned_faults(learned: str) -> list[str]:
+def learned_faults(learned: str) -> list[str]:
     if learned == "replies":
         return []
     return [
@@ -345,17 +404,27 @@ def _split_of(
             share, key = float(is_heldout), files.heldout
     if heldout_path:
         share, key = float(is_heldout), f"data.heldout_path={heldout_path}"
-    try:
-        corpus = load_corpus(path, **corpus_settings)
-    except ConfigError as error:
-        if not heldout_path or path != heldout_path:
-            raise
-        faults = [one.replace("data.path=", "data.heldout_path=", 1) for one in error.faults]
-        raise ConfigError(*faults) from error
+    return split_of(load_corpus(path, **corpus_settings), share, key, is_heldout=is_heldout)
+
+
+def split_of(corpus: Corpus, share: float, key: str, *, is_heldout: bool) -> "Split":
+    """Returns the last `share` of the tokens, or those before; `key` is for messages."""
     border = corpus.num_tokens - math.floor(to_12_digits(corpus.num_tokens * share))
     first, last = (border, corpus.num_tokens) if is_heldout else (0, border)
     name = "heldout" if is_heldout else "train"
     return Split(corpus, first, last, f"the {name} split of {key}")
+
+
+@contextlib.contextmanager
+def _named(heldout_path: str) -> Iterator[None]:
+    """Names the key of held-out data of its own in errors; "": it is other data."""
+    try:
+        yield
+    except ConfigError as error:
+        if not heldout_path:
+            raise
+        faults = [one.replace("data.path=", "data.heldout_path=", 1) for one in error.faults]
+        raise ConfigError(*faults) from error
 
 
 class NanogptFiles(NamedTuple):
@@ -402,22 +471,21 @@ def vocabulary_faults(path: str, num_tokens: int, vocab_size: int) -> list[str]:
     ]
 
 
-def _warnings(corpora: list[Corpus], dtype: str, separator: int) -> list[str]:
-    """Returns a line for each file of tokens that does not mark its documents.
+def _with_warnings(split: "Split", dtype: str, separator: int) -> "Split":
+    """Adds a line if the tokens do not mark their documents.
 
     A file of text, without a dtype, may well be one document.
     """
-    warnings = []
-    for corpus in corpora:
-        warnings += corpus.warnings
-        is_marked = corpus.document_starts is not None or separator >= 0
-        holds_numbers = dtype or corpus.path.endswith(".npy")
-        if holds_numbers and not is_marked:
-            warnings.append(
-                f"data.path={corpus.path}: nothing marks the documents of these tokens, so "
-                f"attention crosses them; set data.separator to the token that ends a document"
-            )
-    return warnings
+    corpus = split.corpus
+    is_marked = corpus.document_starts is not None or separator >= 0
+    holds_numbers = dtype or corpus.path.endswith(".npy")
+    if is_marked or not holds_numbers:
+        return split
+    line = (
+        f"data.path={corpus.path}: nothing marks the documents of these tokens, so attention "
+        f"crosses them; set data.separator to the token that ends a document"
+    )
+    return split._replace(corpus=corpus._replace(warnings=[*corpus.warnings, line]))
 
 
 # ---- one split of one corpus ----
@@ -430,6 +498,8 @@ class Split(NamedTuple):
     first: int
     last: int
     name: str  # for messages
+    documents: str = "documents"  # what they are called, for the description
+    baseline: float | None = None  # of Source; None: estimated from the first tokens
 
 
 def _num_documents(split: Split) -> int:
@@ -460,13 +530,11 @@ def split_source(
     seed: int,
     number: int = 0,
     shuffle_documents: bool = False,
-    baseline: float | None = None,
     stride: int = 0,
 ) -> Source:
     """Returns the source of the rows of a split, which is source `number` of a mixture.
 
-    `baseline` is that of a Source; without it, it is estimated from the first tokens. `stride` is
-    that of `with_stride`. The other settings are those of `build`.
+    `stride` is that of `with_stride`. The other settings are those of `build`.
     """
 
     # Each source of a mixture has orders of its own. Else sources of the same size, perhaps the
@@ -486,26 +554,26 @@ def split_source(
     corpus, first, last = split.corpus, split.first, split.last
     documents = "" if separator >= 0 else "no document boundaries, "
     if corpus.document_starts is not None:
-        documents = f"{_num_documents(split):,} documents, "
+        documents = f"{_num_documents(split):,} {split.documents}, "
     if separator >= 0:
         documents += f"token {separator} ends documents, "
+    baseline = split.baseline
     if baseline is None:
         sample = token_range(corpus, first, min(last, first + ENTROPY_TOKENS))
         baseline = unigram_entropy(sample, vocab_size)
     added_bytes = None
-    if corpus.tokenizer_folder:
-        added_bytes = functools.partial(tokenizer.added_bytes, corpus.tokenizer_folder)
+    if corpus.tokenizer_path:
+        added_bytes = functools.partial(tokenizer.added_bytes, corpus.tokenizer_path)
 
     def strided(stride: int) -> Source:
         return split_source(
-            split,
+            split._replace(baseline=baseline),
             packing,
             separator=separator,
             seq_len=seq_len,
             vocab_size=vocab_size,
             seed=seed,
             number=number,
-            baseline=baseline,
             stride=stride,
         )
 

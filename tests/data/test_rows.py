@@ -13,6 +13,7 @@ import pytest
 from meshtrain.cli import app
 from meshtrain.data import index_cache, row_tokenizer, rows, tokens
 from meshtrain.data import tokenizer as tokenizers
+from meshtrain.data.source import Timeline
 from meshtrain.errors import ConfigError
 from meshtrain.train import train
 from tests.lib import row_files
@@ -49,7 +50,7 @@ def build(path, made, **changes):
 
 def prepared(made, **changes):
     settings = dict(dtype="", pattern="*.txt", exclude=(), separator=-1, split="train", **SETTINGS)
-    return tokens.build(path=str(made / "prepared"), **{**settings, **changes})
+    return tokens.build(**{"path": str(made / "prepared"), **settings, **changes})
 
 
 def assert_same_samples(one, other, count):
@@ -448,7 +449,12 @@ FAULTS = {
     "a null in a template": ([None, "a"], {"template": "{text}"}, r"rows.parquet:1: text is None"),
     "a faulty template": (["a"], {"template": "{text"}, r"^data.template '{text': has a { without"),
     "both": (["a"], {"template": "{text}", "field": "b"}, r"data.template=.* give one of them"),
-    "mixture": (["a"], {"mixture": (("a", 1.0),)}, r"rows are not mixed; tokenize each part with"),
+    "mixture": (["a"], {"path": "", "mixture": (("/no", 1),)}, r"^data.path=/no: no such file"),
+    "path and mixture": (
+        ["a"],
+        {"mixture": (("a", 1.0),)},
+        r"data.path=.* and data.mixture=.* one",
+    ),
     "packing": (["a"], {"packing": "none"}, r"data.packing='none'"),
     "workers": (["a"], {"num_workers": -1}, r"data.num_workers=-1: use 0 or more"),
     "no tokenizer": (["a"], {"tokenizer_path": ""}, r"data.tokenizer_path is empty"),
@@ -462,7 +468,7 @@ def test_a_fault_is_named_in_one_line(name, made, tmp_path):
     column, changes, fault = FAULTS[name]
     path = row_files.write(tmp_path, "rows.parquet", pyarrow.table({"text": column}))
     with pytest.raises(ConfigError, match=fault) as error:
-        build(path, made, **changes)
+        build(**{"path": path, "made": made, **changes})
     assert all("\n" not in line for line in error.value.faults)
 
 
@@ -587,20 +593,80 @@ def test_the_command_line_trains_on_rows_with_a_template(made, tmp_path, capsys)
     )
 
 
+# ---- mixtures, phases, and documents written for filling in the middle ----
+
+TWO = (("0", 2.0), ("1", 1.0))
+
+
+@pytest.fixture(scope="module")
+def two(made, tmp_path_factory):
+    """Two data sets, as rows and prepared with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("two")
+    for number, name in enumerate(("rows.parquet", "stream.arrow")):
+        texts = row_files.texts(200 + 50 * number, seed=7 + number)
+        path = row_files.write(folder / "rows" / str(number), name, {"text": texts})
+        flags = [f"--output={folder / 'prepared' / str(number)}", "--num_workers=1"]
+        flags += [f"--tokenizer={made / 'tokenizer'}"]
+        assert app.main("prepare", [str(path), *flags]) == 0
+    return folder
+
+
+def with_paths(mixture, folder):
+    return tuple((str(folder / name), weight) for name, weight in mixture)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(phases=((1.0, "x"),)),
-        dict(fim_rate=0.5),
-        dict(shuffle_documents=True),
-        dict(max_epochs=2.0),
-        dict(weights="documents"),
+        dict(mixture=TWO),
+        dict(mixture=TWO, weights="documents", packing="best_fit"),
+        dict(mixture=TWO, split="heldout"),
+        dict(path="1", shuffle_documents=True),
+        dict(mixture=TWO, fim_rate=0.5, fim_tokens=(509, 510, 511)),
+        dict(phases=((0.5, TWO), (0.5, "1"))),
     ],
+    ids=lambda changes: " ".join(changes),
 )
-def test_keys_that_rows_do_not_have_are_rejected(changes, made):
-    ((key, _),) = changes.items()
-    with pytest.raises(ConfigError, match=f"data.{key}=.*: only data.build=meshtrain.data.tokens"):
-        build(made / "in" / "rows.parquet", made, **changes)
+def test_rows_are_mixed_and_written_as_prepared_data_is(changes, made, two):
+    def opened(kind, build):
+        settings = {"path": "", **changes}
+        if settings["path"]:
+            settings["path"] = str(two / kind / settings["path"])
+        if "mixture" in changes:
+            settings["mixture"] = with_paths(TWO, two / kind)
+        if "phases" in changes:
+            first, last = with_paths(TWO, two / kind), str(two / kind / "1")
+            settings["phases"] = ((0.5, first), (0.5, last))
+        source = build(settings.pop("path"), made, **settings)
+        run = Timeline(num_steps=20, global_batch=8)
+        return source.in_run(run) if source.in_run else source
+
+    def of_prepared(path, made, **settings):
+        return prepared(made, path=path, **settings)
+
+    ours = opened("rows", build)
+    theirs = opened("prepared", of_prepared)
+    indices = np.arange(160)
+    for one, other in zip(ours.read(indices), theirs.read(indices), strict=True):
+        np.testing.assert_array_equal(one, other)
+    ours_parts, their_parts = (
+        [part[1:] for part in source.parts(0, 160)] for source in (ours, theirs)
+    )
+    assert ours_parts == their_parts
+    assert [phase.sample for phase in ours.phases] == [phase.sample for phase in theirs.phases]
+
+
+def test_epochs_of_each_part_of_rows_have_a_limit(made, two):
+    source = build("", made, mixture=with_paths(TWO, two / "rows"), max_epochs=1.0)
+    with pytest.raises(ConfigError, match=r"data.max_epochs=1: .*rows/0 .* times; lower"):
+        source.in_run(Timeline(num_steps=1000, global_batch=8))
+
+
+def test_keys_of_other_data_are_rejected(made):
+    for key, value, build_of_key in (("cache_gb", 5.0, "tokens"), ("learned", "all", "chat")):
+        line = f"data.{key}=.*: only data.build=meshtrain.data.{build_of_key}:build reads it"
+        with pytest.raises(ConfigError, match=line):
+            build(made / "in" / "rows.parquet", made, **{key: value})
 
 
 def test_other_rows_may_be_held_out(made):
