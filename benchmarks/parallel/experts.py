@@ -61,8 +61,9 @@ def choose_equally(self, scores_BSE: jax.Array) -> jax.Array:
     return (token_BS[..., None] * k + jnp.arange(k)[None, None]) % E
 
 
-def dense_dispatch(combine, num_experts, x_TD, experts_Tk, weights_Tk, first, kernels):
+def dense_dispatch(combine, num_experts, x_TD, experts_Tk, weights_Tk, first, kernels, *, has_bias):
     """Replaces `experts.feed_forward`: each computes every token, most times 0."""
+    assert not has_bias
     *projections, down = kernels
     number_n = first + jnp.arange(len(down))
     is_chosen_Tkn = experts_Tk[..., None] == number_n[None, None]

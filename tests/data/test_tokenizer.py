@@ -101,6 +101,7 @@ def with_config(folder, config, *, name="tokenizer_config.json"):
     for number, content in ((320, "<END>"), (321, "<START>")):
         token = {**described["added_tokens"][0], "id": number, "content": content}
         described["added_tokens"].append(token)
+    described["pre_tokenizer"]["add_prefix_space"] = True
     file.write_text(json.dumps(described))
     (folder / name).write_text(json.dumps(config))
     return {"<|endoftext|>": 0, "<END>": 320, "<START>": 321, None: None}
@@ -136,6 +137,9 @@ def test_documents_end_and_begin_with_the_tokens_of_tokenizer_config(
     loaded = tokenizer.load(tmp_path / "t")
     assert documents(out) == [[*begin, *loaded.encode(text).tolist()] for text in TEXTS]
     assert (loaded.eos, loaded.bos, loaded.adds_bos) == (ids[eos], ids[bos], adds_bos)
+    added = tokenizer.added_bytes(tmp_path / "t" / "tokenizer.json")
+    np.testing.assert_array_equal(added, tokenizer.added_bytes(out))
+    assert added[begin].tolist() == [len(" ")] * len(begin) and added.sum() == len(begin)
     # The prepared folder knows what it was prepared with.
     stored = tokenizer.load(out)
     assert (stored.eos, stored.adds_bos) == (ids[eos], adds_bos)
