@@ -73,6 +73,8 @@ def build(
         _check_template(template)
 
     def open_split(one: str, *, is_heldout: bool) -> tokens.Split:
+        if not one:
+            raise ConfigError(f"data.path is empty: give files of {row_files.NAMES}")
         rows = load(
             one,
             tokenizer_path,

@@ -450,6 +450,7 @@ FAULTS = {
     "a faulty template": (["a"], {"template": "{text"}, r"^data.template '{text': has a { without"),
     "both": (["a"], {"template": "{text}", "field": "b"}, r"data.template=.* give one of them"),
     "mixture": (["a"], {"path": "", "mixture": (("/no", 1),)}, r"^data.path=/no: no such file"),
+    "no path": (["a"], {"path": ""}, r"data.path is empty: give files of"),
     "path and mixture": (
         ["a"],
         {"mixture": (("a", 1.0),)},
