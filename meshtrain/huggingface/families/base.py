@@ -104,6 +104,8 @@ class Family:
     # after the other, for each expert. transformers 5 has such tensors in memory, and writes them
     # with save_original_format=False.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Whether files may hold the kernels of experts in MXFP4.
+    reads_mxfp4: bool = False
     # The architecture that contains a model of this family.
     multimodal: Multimodal | None = None
 
