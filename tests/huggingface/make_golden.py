@@ -174,6 +174,18 @@ FAMILIES = {
         num_experts_per_tok=2,
         norm_topk_prob=False,
     ),
+    "qwen2_moe_dense": lambda: transformers.Qwen2MoeConfig(
+        **{**SMALL, "head_dim": 4, "num_hidden_layers": 3},
+        rope_parameters=ROPE,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=2,
+        moe_intermediate_size=10,
+        shared_expert_intermediate_size=14,
+        num_experts=5,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+    ),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES,
         rope_parameters={
@@ -354,7 +366,7 @@ DEEPSEEK_FAMILIES = (
     "deepseek_v3",
 )  # written by transformers 5.24.0
 NEW_MIXTURES = ("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite", "minimax_m2", "hy_v3")
-NEW_MIXTURES += ("granitemoe", "qwen2_moe", "gpt_oss")
+NEW_MIXTURES += ("granitemoe", "qwen2_moe", "qwen2_moe_dense", "gpt_oss")
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1", *DEEPSEEK_FAMILIES, *NEW_MIXTURES)
 # Families without experts whose cache is tested: the kinds of rope, and other pieces of maths.
 CACHED = ("glm4", "stablelm", "youtu", "olmo2", "olmo3", "smollm3", "granite")

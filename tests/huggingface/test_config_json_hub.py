@@ -349,6 +349,7 @@ EXTRA_KEYS = {  # keys of newer and older versions of transformers that do not c
     "granite": dict(layer_types=["full_attention"] * 3, sliding_window=None),
     "granitemoe": dict(mlp_bias=True, output_router_logits=True),
     "qwen2_moe": dict(attention_bias=False, layer_types=None, mlp_only_layers=None),
+    "qwen2_moe_dense": dict(mlp_only_layers=[0, 3], decoder_sparse_step=1),
     "gpt_oss": dict(layer_types=None, num_experts=4, experts_per_token=9, mlp_bias=True),
     "olmoe": dict(head_dim=4, num_local_experts=5, output_router_logits=True),
     "gemma2": dict(attention_bias=None, hidden_act="gelu_pytorch_tanh", layer_types=None),

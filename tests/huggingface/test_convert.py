@@ -474,6 +474,7 @@ def random_config(family, seed):
     if family == "qwen3_moe":
         common |= dict(norm_topk_prob=bool(pick(0, 1)), moe_intermediate_size=int(pick(5, 12)))
         local = dict(use_sliding_window=True, sliding_window=window)
+        common |= random_dense_layers(pick, layers)
         return transformers.Qwen3MoeConfig(**common, **pick({}, local))
     if family == "olmoe":
         del common["head_dim"]
@@ -540,6 +541,7 @@ def random_piece(transformers, family, common, pick, *, window, types):
         return transformers.Qwen2MoeConfig(
             **common,
             **experts,
+            **random_dense_layers(pick, num_layers),
             num_experts=int(pick(3, 5)),
             moe_intermediate_size=int(pick(5, 12)),
             shared_expert_intermediate_size=int(pick(3, 24)),
@@ -558,6 +560,16 @@ def random_piece(transformers, family, common, pick, *, window, types):
         layer_types=types,
         swiglu_limit=float(pick(0.3, 7.0)),
         swiglu_alpha=float(pick(0.5, 1.702)),
+    )
+
+
+def random_dense_layers(pick, num_layers):
+    """Returns the keys of Qwen for layers with experts after dense ones."""
+    num_first = int(pick(0, num_layers - 1))
+    return pick(
+        {},
+        dict(mlp_only_layers=[*range(num_first)]),
+        dict(decoder_sparse_step=num_layers),
     )
 
 

@@ -43,7 +43,7 @@ OLMOE = Family(
     heads_divide_hidden_size=True,
     uses_layer_types=False,
     faults=base.balance_loss_faults,
-    to_section=qwen.moe_to_section,
-    to_config=qwen.moe_to_config,
+    to_section=qwen.router_to_section,
+    to_config=qwen.router_to_config,
     fused=base.MOE_FUSED,
 )

@@ -302,6 +302,10 @@ ROWS = [
     ("glm4_moe_lite", dict(mlp_layer_types=["sparse", "dense"]), "mlp_layer_types="),
     ("glm4_moe_lite", dict(mlp_layer_types=["dense"] * 2), "mlp_layer_types="),
     ("youtu", dict(rope_interleave=False), "rope_interleave=False"),
+    ("qwen2_moe", dict(mlp_only_layers=[1, 0]), dict(first_dense_layers=2)),
+    ("qwen3_moe", dict(decoder_sparse_step=3), dict(first_dense_layers=2)),
+    ("qwen3_moe", dict(decoder_sparse_step=3, mlp_only_layers=[1]), dict(first_dense_layers=2)),
+    ("qwen2_moe_dense", dict(mlp_only_layers=None), dict(first_dense_layers=0)),
 ]
 
 
