@@ -210,7 +210,6 @@ ROWS = [
     ("qwen3_moe", dict(mlp_only_layers=[1]), "mlp_only_layers=[1]"),
     ("qwen3_moe", dict(mlp_only_layers=None), {}),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0"),
-    ("olmoe", dict(attention_bias=True), "attention_bias=True"),
     ("olmoe", dict(sliding_window=4), "sliding_window=4"),
     ("olmoe", dict(head_dim=6), "head_dim=6"),
     (

@@ -439,10 +439,13 @@ def random_config(family, seed):
     if family in NEW_FAMILIES:
         return NEW_FAMILIES[family](transformers, common, pick, window, types)
     if family == "llama":
-        biased = bool(pick(0, 1))
-        return transformers.LlamaConfig(**common, attention_bias=biased, mlp_bias=biased)
+        biases = pick({}, dict(attention_bias=True), dict(attention_bias=True, mlp_bias=True))
+        return transformers.LlamaConfig(**common, **biases)
     if family == "mistral":
         return transformers.MistralConfig(**common, sliding_window=pick(None, window))
+    has_bias = bool(pick(0, 1))
+    if family in ("qwen3", "qwen3_moe", "olmoe", "dots1", "gemma2", "gemma3"):
+        common["attention_bias"] = has_bias
     if family in ("mixtral", "qwen3_moe", "olmoe"):
         experts = int(pick(3, 4, 7))
         common |= dict(num_experts_per_tok=int(rng.integers(1, experts + 1)))
@@ -722,16 +725,21 @@ def random_stablelm(transformers, common, pick, window, types):
 
 
 def random_seed_oss(transformers, common, pick, window, types):
-    biases = pick((False,) * 3, (True, False, False), (True,) * 3)
+    biases = pick(
+        (False,) * 3, (True, False, False), (True, True, False), (False, True, False), (True,) * 3
+    )
     keys = ("attention_bias", "attention_out_bias", "mlp_bias")
     return transformers.SeedOssConfig(**common, **dict(zip(keys, map(bool, biases), strict=True)))
 
 
 # Of a config: (transformers, keys, pick, window, layer_types) -> config
 NEW_FAMILIES = {
-    "gemma": lambda t, common, pick, window, types: t.GemmaConfig(**common),
+    "gemma": lambda t, common, pick, window, types: t.GemmaConfig(
+        **common, attention_bias=bool(pick(0, 1))
+    ),
     "vaultgemma": lambda t, common, pick, window, types: t.VaultGemmaConfig(
         **common,
+        attention_bias=bool(pick(0, 1)),
         sliding_window=window,
         layer_types=types,
         query_pre_attn_scalar=int(pick(3, 9)),
@@ -778,6 +786,7 @@ NEW_FAMILIES = {
         num_experts=int(pick(4, 6)),
         num_experts_per_tok=int(pick(1, 3)),
         num_shared_experts=int(pick(1, 2)),
+        attention_bias=bool(pick(0, 1)),
         mlp_layer_types=["sparse"] * common["num_hidden_layers"],
     ),
     "internlm3": lambda t, common, pick, window, types: t.InternLM3Config(**common),

@@ -33,9 +33,11 @@ QWEN3 = Family(
     names=base.NAMES,
     section={"qk_norm": True},
     defaults=DENSE_DEFAULTS | {"head_dim": 128, "attention_bias": False},
-    supported_values=SUPPORTED_VALUES | {"attention_bias": (False, None)},
+    supported_values=SUPPORTED_VALUES | {"attention_bias": (False, True, None)},
     minimums={"max_window_layers": 0},
     default_layers=base.last_layers_local,
+    to_section=base.attention_bias_to_section,
+    to_config=base.attention_bias_to_config,
 )
 
 # ---- mixtures of experts ----
@@ -67,6 +69,14 @@ def moe_to_config(section: Section) -> Config:
     return router_to_config(section) | base.sparse_step_to_config(section)
 
 
+def _qwen3_to_section(config: Config) -> Section:
+    return moe_to_section(config) | base.attention_bias_to_section(config)
+
+
+def _qwen3_to_config(section: Section) -> Config:
+    return moe_to_config(section) | base.attention_bias_to_config(section)
+
+
 def _all_local_if_used(config: Config) -> str:
     return base.all_local(config) if config["use_sliding_window"] else "g"
 
@@ -90,14 +100,14 @@ QWEN3_MOE = Family(
     supported_values=SUPPORTED_VALUES
     | {
         NORMALIZED: (True, False),
-        "attention_bias": (False, None),
+        "attention_bias": (False, True, None),
     },
     keys=base.EXPERT_KEYS | {"d_expert": "moe_intermediate_size"},
     aliases={"num_local_experts": "num_experts"},
     default_layers=_all_local_if_used,
     uses_layer_types=False,
     faults=moe_faults,
-    to_section=moe_to_section,
-    to_config=moe_to_config,
+    to_section=_qwen3_to_section,
+    to_config=_qwen3_to_config,
     fused=base.MOE_FUSED,
 )

@@ -260,7 +260,6 @@ ROWS = [
     ("stablelm", dict(qk_layernorm=True), "qk_layernorm=True"),
     ("starcoder2", dict(use_bias=False), dict(bias=False)),
     ("starcoder2", dict(hidden_act="gelu"), "hidden_act='gelu'"),
-    ("gemma", dict(attention_bias=True), "attention_bias=True"),
     ("gemma", dict(hidden_act="silu"), "hidden_act='silu'"),
     ("gemma", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     (
@@ -269,6 +268,26 @@ ROWS = [
         "attention_bias=True, attention_out_bias=False, mlp_bias=True",
     ),
     ("seed_oss", dict(attention_bias=False), dict(qkv_bias=False)),
+    ("seed_oss", dict(attention_out_bias=True), dict(qkv_bias=True, out_bias=True)),
+    (
+        "seed_oss",
+        dict(attention_bias=False, attention_out_bias=True),
+        dict(qkv_bias=False, out_bias=True),
+    ),
+    (
+        "seed_oss",
+        dict(attention_bias=False, attention_out_bias=True, mlp_bias=True),
+        "attention_bias=False, attention_out_bias=True, mlp_bias=True",
+    ),
+    ("llama2", dict(mlp_bias=False), dict(bias=False, qkv_bias=True, out_bias=True)),
+    *(
+        (family, dict(attention_bias=True), dict(qkv_bias=True, out_bias=True))
+        for family in ("llama3", "qwen3", "qwen3_moe", "olmoe", "dots1", "hy_v3")
+    ),
+    *(
+        (family, dict(attention_bias=True), dict(qkv_bias=True, out_bias=True))
+        for family in ("gemma", "gemma2", "gemma3", "vaultgemma")
+    ),
     ("cwm", dict(mlp_bias=True), "mlp_bias=True"),
     (
         "cwm",
