@@ -285,6 +285,18 @@ FAMILIES = {
         sliding_window=5,
         layer_types=["full_attention", "sliding_attention"],
     ),
+    "ministral3": lambda: transformers.Ministral3Config(
+        **SMALL,
+        rope_parameters={
+            **ROPE,
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.4,
+        },
+        sliding_window=15,
+    ),
     "cwm": lambda: transformers.CwmConfig(
         **{**SMALL, "bos_token_id": 0},
         rope_parameters={**ROPE, **LLAMA3, "original_max_position_embeddings": 16},
@@ -369,7 +381,7 @@ NEW_MIXTURES = ("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite", "mini
 NEW_MIXTURES += ("granitemoe", "qwen2_moe", "qwen2_moe_dense", "gpt_oss")
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1", *DEEPSEEK_FAMILIES, *NEW_MIXTURES)
 # Families without experts whose cache is tested: the kinds of rope, and other pieces of maths.
-CACHED = ("glm4", "stablelm", "youtu", "olmo2", "olmo3", "smollm3", "granite")
+CACHED = ("ministral3", "glm4", "stablelm", "youtu", "olmo2", "olmo3", "smollm3", "granite")
 WITH_GENERATION = (*MIXTURES, *CACHED)
 
 # (head dim, max_position_embeddings, length of the row, rope_parameters)

@@ -357,6 +357,7 @@ EXTRA_KEYS = {  # keys of newer and older versions of transformers that do not c
     "gemma": dict(hidden_act="gelu", hidden_activation=None, sliding_window=3, layer_types=None),
     "vaultgemma": dict(attention_bias=None, layer_types=None),
     "seed_oss": dict(residual_dropout=0.3, sliding_window=3, pretraining_tp=2),
+    "ministral3": dict(attention_bias=True, mscale=2.0, layer_types=[LOCAL, LOCAL]),
     "ministral": dict(attention_bias=True, mlp_bias=True, use_sliding_window=False),
     "cwm": dict(attention_bias=True, rope_theta=3.0, layer_types=["full_attention", LOCAL]),
     "starcoder2": dict(residual_dropout=0.1, hidden_act="gelu_new", head_dim=4, mlp_bias=False),

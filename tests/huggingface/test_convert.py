@@ -523,6 +523,8 @@ def random_piece(transformers, family, common, pick, *, window, types):
         options = dict(sliding_window=window, layer_types=types, attention_bias=has_bias)
         return transformers.Olmo3Config(**common, **options)
     if family == "smollm3":
+        yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+        common["rope_parameters"] |= pick({}, yarn)
         return transformers.SmolLM3Config(
             **common,
             attention_bias=has_bias,
@@ -749,6 +751,18 @@ NEW_FAMILIES = {
     "seed_oss": random_seed_oss,
     "ministral": lambda t, common, pick, window, types: t.MinistralConfig(
         **common, sliding_window=window, layer_types=pick(None, types)
+    ),
+    "ministral3": lambda t, common, pick, window, types: t.Ministral3Config(
+        **common
+        | dict(
+            rope_parameters=common["rope_parameters"]
+            | dict(llama_4_scaling_beta=float(pick(0.0, 0.3)))
+            | pick(
+                dict(original_max_position_embeddings=9),
+                dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=11),
+            )
+        ),
+        sliding_window=pick(None, window),
     ),
     "cwm": lambda t, common, pick, window, types: t.CwmConfig(
         **common, sliding_window=window, layer_types=pick(None, types)

@@ -22,6 +22,7 @@ FEW_FAMILIES = (
     "granite",
     "gpt_oss",
     "qwen2_moe_dense",
+    "ministral3",
 )
 
 
