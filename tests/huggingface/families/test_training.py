@@ -31,6 +31,8 @@ def torch_losses(folder, batches, rate):
         attn_implementation="eager",
         experts_implementation="eager",
     )
+    # Otherwise the token that pads rows, which some families have by default, is not trained.
+    model.get_input_embeddings().padding_idx = None
     groups = {True: [], False: []}
     for name, parameter in model.named_parameters():
         is_vector = parameter.ndim < 2 or name.endswith("bias")
@@ -59,6 +61,7 @@ def config_of(folder, rate):
     c = tiny_config()
     section = weights.model_section(folder)
     c.model.update({key: value for key, value in section.items() if value != ()})
+    c.model.dropout = 0.0  # the model of transformers is in eval mode, without it
     # transformers adds no loss of the router unless it is asked for, and leaves its bias as it is.
     c.model.balance_weight = 0.0
     if section["balance"] != "bias":
