@@ -250,6 +250,11 @@ def get_config() -> ConfigDict:
     # attention and feed-forward; the same on every mesh and schedule. In training only
     model.dropout = 0.0
     model.query_scale = 0.0  # factor of the attention scores; 0: 1 / sqrt(head dim)
+    # factor of the logarithm by which queries grow with their position p, so that attention stays
+    # sharp in long rows (Ministral 3): 1 + query_growth log(1 + floor(p / query_growth_length));
+    # 0: queries do not grow
+    model.query_growth = 0.0
+    model.query_growth_length = 8192  # number of first positions whose queries do not grow
     model.attention_softcap = 0.0  # soft cap c of attention scores: c tanh(score / c); 0: none
     # whether each head has a learned logit in the denominator of its softmax, an attention sink
     # (gpt-oss): a query can attend to nothing

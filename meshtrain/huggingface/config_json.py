@@ -7,7 +7,7 @@ from typing import Any
 from meshtrain import foreign
 from meshtrain.configs import default
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import model_types, rope
+from meshtrain.huggingface import model_types, mxfp4, rope
 from meshtrain.huggingface.families import FAMILIES, base
 from meshtrain.huggingface.families.base import Config, Family, Section
 from meshtrain.models import transformer_config
@@ -129,9 +129,11 @@ ZERO_ALLOWED = ("num_shared_experts",)
 # Types of the values in a section.
 VALUE_TYPES: dict[str, type] = typing.get_type_hints(TransformerConfig)
 
+QUANTIZATION = "quantization_config"
+
 # Of keys that any config.json may have; see Family.supported_values.
 SUPPORTED_VALUES = {
-    "quantization_config": (None,),
+    QUANTIZATION: (None,),
     "use_bidirectional_attention": (None, False),
     "is_causal": (True,),  # null is bidirectional
     "per_layer_config": (None,),
@@ -238,7 +240,10 @@ def _value_faults(config: Config, family: Family) -> list[str]:
 
 def _unsupported_faults(config: Config, family: Family) -> list[str]:
     faults = []
-    for key, values in (SUPPORTED_VALUES | family.supported_values).items():
+    supported_values = SUPPORTED_VALUES | family.supported_values
+    if family.reads_mxfp4 and mxfp4.is_used(config):
+        del supported_values[QUANTIZATION]
+    for key, values in supported_values.items():
         if key in config and config[key] not in values:
             supported = " or ".join("null" if value is None else repr(value) for value in values)
             faults.append(f"{key}={config[key]!r}: not supported; only {supported} is")
@@ -320,7 +325,9 @@ def to_config(section: Section, original: Config | None = None) -> Config:
     for family in candidates:
         config = _config_for(section, family)
         if family is preferred:
-            copied = {key: value for key, value in original.items() if key not in family.aliases}
+            # An export is not quantized.
+            not_copied = {QUANTIZATION, *family.aliases}
+            copied = {key: value for key, value in original.items() if key not in not_copied}
             config = copied | config
         config = NULL_TOKEN_IDS | config
         # Converting back finds whatever the family cannot express.

@@ -132,6 +132,8 @@ def _faults(section: Section, architecture: Architecture) -> list[str]:
             f"its router is {section['router']!r} (norm_topk_prob), and llama.cpp computes "
             f"{architecture.router!r}"
         )
+    if section["out_bias"] and architecture.name != "llama":
+        faults.append(f"its attention has biases, which {architecture.name} has not in llama.cpp")
     head_dim = config_json.head_dim(section)
     scale = section["query_scale"] or head_dim**-0.5
     if not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):

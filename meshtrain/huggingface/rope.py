@@ -222,12 +222,13 @@ def _rope_config(section: Section, family: Family) -> Config:
         if key != LENGTH and not is_default:
             rope[key] = value
     # A family that has the two mscales writes them instead of the attention factor that they give.
-    mscales = family.to_rope_config(section)
-    if mscales and _attention_factor(rope | mscales) == values["attention_factor"]:
+    own = family.to_rope_config(section)
+    has_mscales = "mscale_all_dim" in own
+    if has_mscales and _attention_factor(rope | own) == values["attention_factor"]:
         rope.pop("attention_factor", None)
     else:
-        mscales.pop("mscale", None)
-    rope |= mscales
+        own.pop("mscale", None)
+    rope |= own
     if ORIGINAL_LENGTH in rope:
         rope[ORIGINAL_LENGTH] = int(rope[ORIGINAL_LENGTH])
     return rope

@@ -137,6 +137,22 @@ class Row:
         order = [letter for letter in _letters(self.path, self.sizes) if letter in file_order]
         return values.transpose([file_order.index(letter) for letter in order])
 
+    def box(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Returns the slices of the tensor that hold `parameter_view(tensor)[index]`."""
+        slices = []
+        for axis, size in enumerate(self.shape):
+            numbers = np.arange(size).reshape(
+                [-1 if n == axis else 1 for n in range(len(self.dims))]
+            )
+            used = self.parameter_view(np.broadcast_to(numbers, self.shape))[index]
+            # The number is the same along the dims without a stride.
+            is_varying = tuple(slice(None if stride else 1) for stride in used.strides)
+            distinct = np.unique(used[is_varying])
+            steps = {*np.diff(distinct).tolist()}
+            step = steps.pop() if len(steps) == 1 else 1
+            slices.append(slice(int(distinct[0]), int(distinct[-1]) + 1, step))
+        return tuple(slices)
+
     def _size(self, letter: str) -> int:
         return PARTS[letter][1] if letter in PARTS else self.sizes[letter]
 

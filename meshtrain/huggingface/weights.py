@@ -16,7 +16,7 @@ import numpy as np
 
 from meshtrain import console
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, files, tensor_rows
+from meshtrain.huggingface import config_json, files, mxfp4, tensor_rows
 from meshtrain.huggingface.families.base import Config, Family, Section
 from meshtrain.huggingface.tensor_rows import Row
 from meshtrain.models import mixture
@@ -24,6 +24,8 @@ from meshtrain.models.base import Params, is_measured
 from meshtrain.state import bytes_of
 
 T = TypeVar("T")
+
+Tensor = files.Tensor | mxfp4.Kernel
 
 # ---- a folder ----
 
@@ -110,7 +112,7 @@ def dtypes_in(folder: Path) -> dict[str, np.dtype]:
     }
 
 
-def parameter_tensors(folder: Path) -> dict[str, files.Tensor]:
+def parameter_tensors(folder: Path) -> dict[str, Tensor]:
     """Returns the tensors of parameters in a folder, by the name in Family.names."""
     return _parameter_tensors(folder)[1]
 
@@ -120,12 +122,14 @@ def written_dtype(name: str, dtype: np.dtype) -> np.dtype:
     return np.promote_types(dtype, np.float32) if name.endswith(ROUTER_BIAS) else dtype
 
 
-def _parameter_tensors(folder: Path) -> tuple[Family, dict[str, files.Tensor]]:
+def _parameter_tensors(folder: Path) -> tuple[Family, dict[str, Tensor]]:
     """Returns the family of a folder, and the tensors that may be parameters, by Family.names."""
     family = family_in(folder)
+    config = config_json.read(folder / config_json.NAME)
     ignored = family.ignored_prefixes + _left_out_prefixes(folder, family)
+    found = files.tensors(folder)
     tensors = {}
-    for name, tensor in files.tensors(folder).items():
+    for name, tensor in (mxfp4.join(found) if mxfp4.is_used(config) else found).items():
         if NOT_PARAMETERS.search(name) or name.startswith(ignored):
             continue
         if not math.prod(tensor.shape) and SHARED_EXPERTS.search(name):
@@ -138,13 +142,13 @@ def _parameter_tensors(folder: Path) -> tuple[Family, dict[str, files.Tensor]]:
     return family, tensors
 
 
-def _unfuse(name: str, tensor: files.Tensor, family: Family) -> dict[str, files.Tensor]:
+def _unfuse(name: str, tensor: Tensor, family: Family) -> Mapping[str, Tensor]:
     """Returns the tensors of each expert that a tensor of all experts holds, or the tensor itself.
 
     In the bytes of the fused tensor they lie one after the other.
     """
     end = next((end for end in family.fused if name.endswith(f".{end}")), None)
-    if end is None:
+    if end is None or isinstance(tensor, mxfp4.Kernel):
         return {name: tensor}
     parts = family.fused[end]
     stem = name.removesuffix(end)
@@ -211,8 +215,9 @@ def read(
 
     They have the shapes, dtypes and shardings of `abstract_params`; `section` is the `model`
     section of the same model. Each device reads its shard from the files; a process holds extra
-    host memory only for its shards of one parameter. Raises ConfigError, before anything is
-    allocated, if a file is damaged or a tensor does not match `section`.
+    host memory only for its shards of one parameter, and with MXFP4 for those of one layer more.
+    Raises ConfigError, before anything is allocated, if a file is damaged or a tensor does not
+    match `section`.
     """
     family = family_in(folder)
     checked = iter(check(folder, abstract_params, section, is_wanted))
@@ -243,7 +248,7 @@ def check(
     abstract_params: Params,
     section: Section,
     is_wanted: Callable[[str], bool] | None = None,
-) -> list[tuple[Row, list[files.Tensor]]]:
+) -> list[tuple[Row, list[Tensor]]]:
     """Returns the tensors of each parameter; reads only headers.
 
     Raises the same errors as `read`.
@@ -264,7 +269,7 @@ MAX_LISTED = 20  # tensors that an error message lists
 
 
 def _check_tensors(
-    folder: Path, family: Family, tensors: dict[str, files.Tensor], rows: Iterable[Row]
+    folder: Path, family: Family, tensors: Mapping[str, Tensor], rows: Iterable[Row]
 ) -> None:
     """Raises ConfigError, with a table, unless the tensors have the names and shapes of `rows`."""
     shapes = {name: row.shape for row in rows for name in row.tensors}
@@ -304,7 +309,7 @@ def _check_tensors(
 
 def _read_parameter(
     row: Row,
-    tensors: list[files.Tensor],
+    tensors: list[Tensor],
     leaf: jax.ShapeDtypeStruct,
     advance: Callable[[int], None],
 ) -> jax.Array:
@@ -328,7 +333,12 @@ def _read_parameter(
         targets = _flatten_stack(shards[key], row)
         for number, target in zip(np.ravel(numbers[index[:num_stacked]]), targets, strict=True):
             tensor = tensors[number]
-            values = row.parameter_view(tensor.read())[index[num_stacked:]]
+            in_layer = index[num_stacked:]
+            if isinstance(tensor, mxfp4.Kernel):
+                stored = tensor.read_within(row.box(in_layer))
+            else:
+                stored = tensor.read()
+            values = row.parameter_view(stored)[in_layer]
             part = target[tuple(map(slice, values.shape))]
             name = f"{tensor.path}: {names[number]}"
             _copy_values(values, part, name, advice="download it again")

@@ -180,10 +180,23 @@ class Attention(nnx.Module):
                 interleaved=self.c.rope_interleaved,
             )
             q_BSHK, k_BSGK = rotate(q_BSHK), rotate(k_BSGK)
+        if self.c.query_growth:
+            q_BSHK = query_growth(self.c, q_BSHK, metadata.positions_BS)
         return q_BSHK, k_BSGK
 
     def _combine(self, out_BSHK):
         return self.out(constrain(out_BSHK, "batch", "seq", "heads", "head_dim"))
+
+
+def query_growth(c: TransformerConfig, q_BSHK: jax.Array, positions_BS: jax.Array) -> jax.Array:
+    """Returns queries that grow with the logarithm of their positions (B or 1, S) (Ministral 3).
+
+    Those before `query_growth_length` stay as they are.
+    """
+    dtype = jnp.promote_types(q_BSHK.dtype, jnp.float32)
+    num_lengths_BS = (positions_BS // c.query_growth_length).astype(dtype)
+    factor_BS = 1 + c.query_growth * jnp.log1p(num_lengths_BS)
+    return q_BSHK * factor_BS[:, :, None, None].astype(q_BSHK.dtype)
 
 
 class Sinks(nnx.Module):

@@ -101,6 +101,8 @@ class TransformerConfig:
     attention: str = _key()
     window: int = _key(minimum=0)
     query_scale: float = _key(minimum=0)
+    query_growth: float = _key(minimum=0)
+    query_growth_length: int = _key(minimum=1, needs="query_growth")
     dropout: float = _key(changes_logits=False)
     attention_softcap: float = _key(minimum=0)
     attention_sinks: bool = _key()
@@ -385,6 +387,8 @@ def _latent_faults(c: TransformerConfig) -> list[str]:
     for key in ("qk_norm", "qkv_bias", "out_bias", "attention_sinks"):
         if getattr(c, key):
             faults.append(f"model.{key}=True: is not supported with {name}; use False")
+    if c.query_growth:
+        faults.append(f"model.query_growth={c.query_growth}: is not supported with {name}; use 0")
     if c.rope_interleaved:
         faults.append(
             f"model.rope_interleaved=True: with {name} rope always rotates adjacent dims; use False"

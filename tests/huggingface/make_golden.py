@@ -11,6 +11,9 @@ WITH_GENERATION also have, of each step of generation with a cache, the token an
 rope.json has the frequencies and attention factors of ROPE_INIT_FUNCTIONS for the ropes in ROPES.
 The folder dynamic/ has a model with dynamic rope, the `logits` of rows longer than its original
 length, `generated` and `steps`.
+
+The folder mxfp4/ has a gpt-oss whose experts are in MXFP4, its `logits`, and the kernels of its
+first layer as transformers reads them, in bfloat16 (`gate_up_proj`, `down_proj`, as uint16).
 """
 
 import json
@@ -21,6 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).resolve().parent
@@ -169,6 +174,18 @@ FAMILIES = {
         num_experts_per_tok=2,
         norm_topk_prob=False,
     ),
+    "qwen2_moe_dense": lambda: transformers.Qwen2MoeConfig(
+        **{**SMALL, "head_dim": 4, "num_hidden_layers": 3},
+        rope_parameters=ROPE,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=2,
+        moe_intermediate_size=10,
+        shared_expert_intermediate_size=14,
+        num_experts=5,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+    ),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES,
         rope_parameters={
@@ -268,6 +285,18 @@ FAMILIES = {
         sliding_window=5,
         layer_types=["full_attention", "sliding_attention"],
     ),
+    "ministral3": lambda: transformers.Ministral3Config(
+        **SMALL,
+        rope_parameters={
+            **ROPE,
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.4,
+        },
+        sliding_window=15,
+    ),
     "cwm": lambda: transformers.CwmConfig(
         **{**SMALL, "bos_token_id": 0},
         rope_parameters={**ROPE, **LLAMA3, "original_max_position_embeddings": 16},
@@ -349,10 +378,10 @@ DEEPSEEK_FAMILIES = (
     "deepseek_v3",
 )  # written by transformers 5.24.0
 NEW_MIXTURES = ("solar_open", "glm4_moe", "ernie4_5_moe", "glm4_moe_lite", "minimax_m2", "hy_v3")
-NEW_MIXTURES += ("granitemoe", "qwen2_moe", "gpt_oss")
+NEW_MIXTURES += ("granitemoe", "qwen2_moe", "qwen2_moe_dense", "gpt_oss")
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "dots1", *DEEPSEEK_FAMILIES, *NEW_MIXTURES)
 # Families without experts whose cache is tested: the kinds of rope, and other pieces of maths.
-CACHED = ("glm4", "stablelm", "youtu", "olmo2", "olmo3", "smollm3", "granite")
+CACHED = ("ministral3", "glm4", "stablelm", "youtu", "olmo2", "olmo3", "smollm3", "granite")
 WITH_GENERATION = (*MIXTURES, *CACHED)
 
 # (head dim, max_position_embeddings, length of the row, rope_parameters)
@@ -441,6 +470,44 @@ def write_dynamic(folder: Path, tokens: np.ndarray) -> None:
     np.savez_compressed(folder / "logits.npz", **arrays)
 
 
+def write_mxfp4(folder: Path, tokens: np.ndarray) -> None:
+    """Writes the model with experts in MXFP4; the first block of each kernel has all values."""
+    options = dict(sliding_window=5, num_local_experts=3, num_experts_per_tok=2)
+    sizes = SMALL | dict(hidden_size=64, intermediate_size=32)
+    config = transformers.GptOssConfig(**sizes, **options, rope_parameters=dict(ROPE))
+    tensors = model_of(config).to(torch.bfloat16).state_dict()
+    generator = torch.Generator().manual_seed(0)
+
+    def random_bytes(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(torch.uint8)
+
+    kernels = {}
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        num_experts, num_in, num_out = tensors.pop(name).shape
+        blocks = random_bytes(0, 256, num_experts, num_out, num_in // 32, 16)
+        blocks[0, :16, 0] = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+        scales = random_bytes(121, 126, num_experts, num_out, num_in // 32)
+        scales[0, 0, 0] = 0  # the smallest one
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        if ".layers.0." in name:
+            values = convert_moe_packed_tensors(blocks, scales)
+            kernels[name.rpartition(".")[2]] = values.view(torch.uint16).numpy()
+    shutil.rmtree(folder, ignore_errors=True)
+    config.dtype = torch.bfloat16
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # float32: the kernels have the same values.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    rows = tokens % config.vocab_size
+    np.savez_compressed(folder / "logits.npz", **logits_of(model, rows), **kernels)
+
+
 def generation_of(model: torch.nn.Module, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the tokens (`generated`) after the first 10 of each row, and logits (`steps`)."""
     options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -472,6 +539,7 @@ def main(*chosen: str):
     if chosen:
         return
     write_dynamic(HERE / "dynamic", tokens)
+    write_mxfp4(HERE / "mxfp4", tokens)
     entries = [frequencies_of(*row) for row in ROPES]
     (HERE / "rope.json").write_text(json.dumps(entries, indent=1) + "\n")
 

@@ -199,12 +199,17 @@ ROWS = [
     ("olmoe", dict(norm_topk_prob=True), dict(router="topk_softmax")),
     ("olmoe", dict(norm_topk_prob=None), "norm_topk_prob=None"),
     ("mixtral", dict(norm_topk_prob=False), {}),
-    # Only models all of whose layers have experts.
+    # Only models whose last layers have experts.
     ("qwen3_moe", dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
+    ("qwen3_moe", dict(decoder_sparse_step=4), "decoder_sparse_step=4"),
+    ("qwen3_moe", dict(decoder_sparse_step=0), "decoder_sparse_step=0"),
+    ("qwen3_moe", dict(mlp_only_layers=[0, 1, 2]), "mlp_only_layers=[0, 1, 2]"),
+    ("qwen3_moe", dict(mlp_only_layers=[0, 2]), "mlp_only_layers=[0, 2]"),
+    ("qwen3_moe", dict(mlp_only_layers=["0"]), "mlp_only_layers=['0']: is not a list"),
+    ("qwen3_moe", dict(mlp_only_layers=[7]), {}),
     ("qwen3_moe", dict(mlp_only_layers=[1]), "mlp_only_layers=[1]"),
     ("qwen3_moe", dict(mlp_only_layers=None), {}),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0"),
-    ("olmoe", dict(attention_bias=True), "attention_bias=True"),
     ("olmoe", dict(sliding_window=4), "sliding_window=4"),
     ("olmoe", dict(head_dim=6), "head_dim=6"),
     (
@@ -306,7 +311,8 @@ ROWS = [
     ),
     ("qwen2_moe", dict(sliding_window=0), "sliding_window=0"),
     ("qwen2_moe", dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
-    ("qwen2_moe", dict(mlp_only_layers=[0]), "mlp_only_layers=[0]"),
+    ("qwen2_moe", dict(mlp_only_layers=[1]), "mlp_only_layers=[1]"),
+    ("qwen2_moe_dense", dict(decoder_sparse_step=REMOVED), {}),
     ("qwen2_moe", dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size=0"),
     # gpt-oss: without any rope it has YaRN; an empty one is none.
     *(

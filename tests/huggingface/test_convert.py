@@ -439,10 +439,13 @@ def random_config(family, seed):
     if family in NEW_FAMILIES:
         return NEW_FAMILIES[family](transformers, common, pick, window, types)
     if family == "llama":
-        biased = bool(pick(0, 1))
-        return transformers.LlamaConfig(**common, attention_bias=biased, mlp_bias=biased)
+        biases = pick({}, dict(attention_bias=True), dict(attention_bias=True, mlp_bias=True))
+        return transformers.LlamaConfig(**common, **biases)
     if family == "mistral":
         return transformers.MistralConfig(**common, sliding_window=pick(None, window))
+    has_bias = bool(pick(0, 1))
+    if family in ("qwen3", "qwen3_moe", "olmoe", "dots1", "gemma2", "gemma3"):
+        common["attention_bias"] = has_bias
     if family in ("mixtral", "qwen3_moe", "olmoe"):
         experts = int(pick(3, 4, 7))
         common |= dict(num_experts_per_tok=int(rng.integers(1, experts + 1)))
@@ -474,6 +477,7 @@ def random_config(family, seed):
     if family == "qwen3_moe":
         common |= dict(norm_topk_prob=bool(pick(0, 1)), moe_intermediate_size=int(pick(5, 12)))
         local = dict(use_sliding_window=True, sliding_window=window)
+        common |= random_dense_layers(pick, layers)
         return transformers.Qwen3MoeConfig(**common, **pick({}, local))
     if family == "olmoe":
         del common["head_dim"]
@@ -519,6 +523,8 @@ def random_piece(transformers, family, common, pick, *, window, types):
         options = dict(sliding_window=window, layer_types=types, attention_bias=has_bias)
         return transformers.Olmo3Config(**common, **options)
     if family == "smollm3":
+        yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
+        common["rope_parameters"] |= pick({}, yarn)
         return transformers.SmolLM3Config(
             **common,
             attention_bias=has_bias,
@@ -540,6 +546,7 @@ def random_piece(transformers, family, common, pick, *, window, types):
         return transformers.Qwen2MoeConfig(
             **common,
             **experts,
+            **random_dense_layers(pick, num_layers),
             num_experts=int(pick(3, 5)),
             moe_intermediate_size=int(pick(5, 12)),
             shared_expert_intermediate_size=int(pick(3, 24)),
@@ -558,6 +565,16 @@ def random_piece(transformers, family, common, pick, *, window, types):
         layer_types=types,
         swiglu_limit=float(pick(0.3, 7.0)),
         swiglu_alpha=float(pick(0.5, 1.702)),
+    )
+
+
+def random_dense_layers(pick, num_layers):
+    """Returns the keys of Qwen for layers with experts after dense ones."""
+    num_first = int(pick(0, num_layers - 1))
+    return pick(
+        {},
+        dict(mlp_only_layers=[*range(num_first)]),
+        dict(decoder_sparse_step=num_layers),
     )
 
 
@@ -710,16 +727,21 @@ def random_stablelm(transformers, common, pick, window, types):
 
 
 def random_seed_oss(transformers, common, pick, window, types):
-    biases = pick((False,) * 3, (True, False, False), (True,) * 3)
+    biases = pick(
+        (False,) * 3, (True, False, False), (True, True, False), (False, True, False), (True,) * 3
+    )
     keys = ("attention_bias", "attention_out_bias", "mlp_bias")
     return transformers.SeedOssConfig(**common, **dict(zip(keys, map(bool, biases), strict=True)))
 
 
 # Of a config: (transformers, keys, pick, window, layer_types) -> config
 NEW_FAMILIES = {
-    "gemma": lambda t, common, pick, window, types: t.GemmaConfig(**common),
+    "gemma": lambda t, common, pick, window, types: t.GemmaConfig(
+        **common, attention_bias=bool(pick(0, 1))
+    ),
     "vaultgemma": lambda t, common, pick, window, types: t.VaultGemmaConfig(
         **common,
+        attention_bias=bool(pick(0, 1)),
         sliding_window=window,
         layer_types=types,
         query_pre_attn_scalar=int(pick(3, 9)),
@@ -729,6 +751,18 @@ NEW_FAMILIES = {
     "seed_oss": random_seed_oss,
     "ministral": lambda t, common, pick, window, types: t.MinistralConfig(
         **common, sliding_window=window, layer_types=pick(None, types)
+    ),
+    "ministral3": lambda t, common, pick, window, types: t.Ministral3Config(
+        **common
+        | dict(
+            rope_parameters=common["rope_parameters"]
+            | dict(llama_4_scaling_beta=float(pick(0.0, 0.3)))
+            | pick(
+                dict(original_max_position_embeddings=9),
+                dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=11),
+            )
+        ),
+        sliding_window=pick(None, window),
     ),
     "cwm": lambda t, common, pick, window, types: t.CwmConfig(
         **common, sliding_window=window, layer_types=pick(None, types)
@@ -766,6 +800,7 @@ NEW_FAMILIES = {
         num_experts=int(pick(4, 6)),
         num_experts_per_tok=int(pick(1, 3)),
         num_shared_experts=int(pick(1, 2)),
+        attention_bias=bool(pick(0, 1)),
         mlp_layer_types=["sparse"] * common["num_hidden_layers"],
     ),
     "internlm3": lambda t, common, pick, window, types: t.InternLM3Config(**common),

@@ -136,6 +136,19 @@ def test_what_llama_cpp_computes_otherwise_is_one_line(family, fault, tmp_path, 
     assert not any(tmp_path.iterdir())
 
 
+def test_biases_that_llama_cpp_does_not_read_are_one_line(folder_of, tmp_path, capsys):
+    def change(tensors):
+        for name in list(tensors):
+            if name.endswith("_proj.weight") and ".self_attn." in name:
+                bias = np.ones(len(tensors[name]), np.float32)
+                tensors[name.removesuffix("weight") + "bias"] = bias
+
+    for family, code in [("llama3", 0), ("qwen3", 2)]:
+        folder = folder_of(family, change=change, attention_bias=True)
+        assert convert(folder, tmp_path / f"{family}.gguf") == code
+    assert "its attention has biases, which qwen3 has not in llama.cpp" in capsys.readouterr().err
+
+
 def with_tokenizer(tmp_path, described):
     folder = shutil.copytree(GOLDEN / "llama3", tmp_path / "folder")
     (folder / "tokenizer.json").write_text(json.dumps(described))

@@ -13,7 +13,17 @@ from tests.lib.hf import FAMILIES, GOLDEN, LOGIT_ATOL, assert_same_logits, load,
 # ---- logits and bits ----
 
 
-FEW_FAMILIES = ("gpt2", "llama3", "gemma3", "olmoe", "glm4", "granite", "gpt_oss")
+FEW_FAMILIES = (
+    "gpt2",
+    "llama3",
+    "gemma3",
+    "olmoe",
+    "glm4",
+    "granite",
+    "gpt_oss",
+    "qwen2_moe_dense",
+    "ministral3",
+)
 
 
 @pytest.mark.parametrize(

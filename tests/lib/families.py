@@ -69,6 +69,10 @@ FAMILIES = {
     "glm 4": dict(
         rope_fraction=0.5, rope_interleaved=True, head_dim=12, qkv_bias=True, post_norm=True
     ),
+    "ministral 3": dict(
+        **dict(query_growth=0.5, query_growth_length=3, attention="gl", window=5),
+        **dict(rope_scaling=("yarn", 4.0, 32.0, 1.0, 8.0, 1.2, True)),
+    ),
     "ernie 4.5": dict(rope_interleaved=True, rope_theta=5e5, qk_norm=True),
     "stablelm": dict(norm="layer", norm_bias=True, rope_fraction=0.25, head_dim=16),
     "longrope": dict(head_dim=8, rope_scaling=("longrope", 8, 1.2, 1, 1.5, 2, 3, 1, 4, 8, 9)),

@@ -24,6 +24,7 @@ MODELS = {
     "factors": FAMILIES["granite"],
     "shared gate": FAMILIES["qwen 2 moe"] | dict(num_experts=4),
     "gpt-oss": FAMILIES["gpt-oss"],
+    "growing queries": FAMILIES["ministral 3"],
 }
 GRID = {"data": 2, "fsdp": 2, "tensor": 2}
 PIPELINE = {"pipeline": 2, "data": 2, "tensor": 2}
@@ -34,6 +35,7 @@ STEPS = [
     ("factors", GRID, {"kernels": "fused"}),
     ("shared gate", EXPERTS, {}),
     ("gpt-oss", {"expert": 2, "fsdp": 2, "tensor": 2}, {"kernels": "fused"}),
+    ("growing queries", {"context": 2, "pipeline": 2, "tensor": 2}, {"remat": "full"}),
     *(
         pytest.param(*step, marks=slow)
         for step in [
@@ -43,6 +45,7 @@ STEPS = [
             ("factors", PIPELINE, {"kernels": "pallas"}),
             ("shared gate", PIPELINE, {"kernels": "fused", "num_microbatches": 2}),
             ("shared gate", {"context": 2, "tensor": 4}, {"remat": "full"}),
+            ("growing queries", GRID, {"kernels": "fused"}),
             ("gpt-oss", PIPELINE, {"num_microbatches": 2}),
             ("gpt-oss", {"context": 4, "tensor": 2}, {"remat": "full"}),
         ]
@@ -137,6 +140,12 @@ def section(changes):
             dict(kv_lora_rank=8, rope_head_dim=4, num_kv_heads=4, attention_sinks=True),
             ["model.attention_sinks=True: is not supported with model.kv_lora_rank=8"],
         ),
+        (
+            dict(kv_lora_rank=8, rope_head_dim=4, num_kv_heads=4, query_growth=0.1),
+            ["model.query_growth=0.1: is not supported with model.kv_lora_rank=8"],
+        ),
+        (dict(query_growth=-0.1), ["model.query_growth=-0.1"]),
+        (dict(query_growth=0.1, query_growth_length=0), ["model.query_growth_length=0"]),
     ],
     ids=str,
 )

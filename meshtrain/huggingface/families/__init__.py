@@ -48,6 +48,7 @@ FAMILIES = (
     deepseek.DEEPSEEK_V3,
     gpt2.GPT2,
     mistral.MINISTRAL,
+    mistral.MINISTRAL3,
     cwm.CWM,
     seed_oss.SEED_OSS,
     starcoder2.STARCODER2,

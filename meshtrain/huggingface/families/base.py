@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from meshtrain.errors import ConfigError
+from meshtrain.huggingface.tensor_rows import FIRST_LAYERS
 
 Config = dict[str, Any]  # a config.json
 Section = dict[str, Any]  # the `model` section of a config
@@ -104,6 +105,8 @@ class Family:
     # after the other, for each expert. transformers 5 has such tensors in memory, and writes them
     # with save_original_format=False.
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Whether files may hold the kernels of experts in MXFP4.
+    reads_mxfp4: bool = False
     # The architecture that contains a model of this family.
     multimodal: Multimodal | None = None
 
@@ -154,6 +157,12 @@ MOE_NAMES = NAMES | {
     "layers/mlp/gate/kernel": "model.layers.*.mlp.experts.*.gate_proj.weight F D",
     "layers/mlp/up/kernel": "model.layers.*.mlp.experts.*.up_proj.weight F D",
     "layers/mlp/down/kernel": "model.layers.*.mlp.experts.*.down_proj.weight D F",
+}
+
+# Of dense layers before those with experts; they have priority in the first layers.
+DENSE_FIRST_NAMES = {
+    FIRST_LAYERS + path.removeprefix("layers/"): NAMES[path]
+    for path in ("layers/mlp/gate/kernel", "layers/mlp/up/kernel", "layers/mlp/down/kernel")
 }
 
 MOE_FUSED = {
@@ -292,6 +301,46 @@ def num_dense(config: Config) -> int:
 
 def mlp_types_to_config(section: Section) -> Config:
     return {MLP_TYPES: _mlp_types(section["num_layers"], section["first_dense_layers"])}
+
+
+# ---- the same, as a list of the dense layers, and a number n: every n-th layer is sparse ----
+
+MLP_ONLY, SPARSE_STEP = "mlp_only_layers", "decoder_sparse_step"
+
+SPARSE_DEFAULTS: Config = {MLP_ONLY: None, SPARSE_STEP: 1}
+
+
+def sparse_step_faults(config: Config) -> list[str]:
+    """Returns an error unless dense layers, then at least one with experts, are given."""
+    faults = minimum_faults(config, {SPARSE_STEP: 1})
+    dense, num_layers = config[MLP_ONLY], config.get("num_hidden_layers")
+    is_list = isinstance(dense, list) and all(is_count(number, 0) for number in dense)
+    if dense is not None and not is_list:
+        faults.append(f"{MLP_ONLY}={dense!r}: is not a list of numbers of layers")
+    if faults or not is_count(num_layers) or num_layers > MAX_LAYERS:
+        return faults  # the latter are reported elsewhere
+    is_sparse = _are_sparse(config)
+    num_first = is_sparse.index(True) if any(is_sparse) else num_layers
+    if num_first < num_layers and all(is_sparse[num_first:]):
+        return []
+    return [
+        f"{MLP_ONLY}={dense!r}, {SPARSE_STEP}={config[SPARSE_STEP]}: not supported; only dense "
+        f"layers, then layers with experts, of {num_layers}"
+    ]
+
+
+def _are_sparse(config: Config) -> list[bool]:
+    dense, step = {*(config[MLP_ONLY] or [])}, config[SPARSE_STEP]
+    numbers = range(config["num_hidden_layers"])
+    return [number not in dense and (number + 1) % step == 0 for number in numbers]
+
+
+def sparse_step_to_section(config: Config) -> Section:
+    return {"first_dense_layers": _are_sparse(config).index(True)}
+
+
+def sparse_step_to_config(section: Section) -> Config:
+    return {MLP_ONLY: [*range(section["first_dense_layers"])], SPARSE_STEP: 1}
 
 
 # ---- values in a config.json ----

@@ -5,17 +5,12 @@ import math
 
 from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import Config, Family, Section
-from meshtrain.huggingface.tensor_rows import FIRST_LAYERS
 
 # ---- experts, which Dots1 has too ----
 
-# The names of a dense layer have priority in the first layers.
-EXPERT_NAMES = base.MOE_NAMES | {
-    **{
-        FIRST_LAYERS + name: base.NAMES[f"layers/{name}"]
-        for name in ("mlp/gate/kernel", "mlp/up/kernel")
-    },
-    FIRST_LAYERS + "mlp/down/kernel": base.NAMES["layers/mlp/down/kernel"],
+EXPERT_NAMES = {
+    **base.MOE_NAMES,
+    **base.DENSE_FIRST_NAMES,
     "layers/mlp/shared/gate/kernel": "model.layers.*.mlp.shared_experts.gate_proj.weight U D",
     "layers/mlp/shared/up/kernel": "model.layers.*.mlp.shared_experts.up_proj.weight U D",
     "layers/mlp/shared/down/kernel": "model.layers.*.mlp.shared_experts.down_proj.weight D U",

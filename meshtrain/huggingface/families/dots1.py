@@ -1,7 +1,16 @@
 """dots.llm1: the experts and the router of DeepSeek-V3, and the attention of Qwen 3."""
 
 from meshtrain.huggingface.families import base, deepseek
-from meshtrain.huggingface.families.base import Family
+from meshtrain.huggingface.families.base import Config, Family, Section
+
+
+def _to_section(config: Config) -> Section:
+    return deepseek.router_to_section(config) | base.attention_bias_to_section(config)
+
+
+def _to_config(section: Section) -> Config:
+    return deepseek.router_to_config(section) | base.attention_bias_to_config(section)
+
 
 DOTS1 = Family(
     architecture="Dots1ForCausalLM",
@@ -16,14 +25,14 @@ DOTS1 = Family(
         "sliding_window": 4096,
         "max_window_layers": 62,
     },
-    supported_values=base.SILU_ONLY | {"attention_bias": (False,), "norm_topk_prob": (True,)},
+    supported_values=base.SILU_ONLY | {"attention_bias": (False, True), "norm_topk_prob": (True,)},
     keys=deepseek.EXPERT_KEYS,
     aliases={"num_local_experts": "n_routed_experts"},
     minimums={"max_window_layers": 0},
     default_layers=base.last_layers_local,
     faults=deepseek.router_faults,
-    to_section=deepseek.router_to_section,
-    to_config=deepseek.router_to_config,
+    to_section=_to_section,
+    to_config=_to_config,
     has_empty_shared_experts=True,
     fused=base.MOE_FUSED,
 )

@@ -25,7 +25,10 @@ DEFAULTS = {
     "attention_bias": False,
 }
 
-SUPPORTED_VALUES = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False, None)}
+SUPPORTED_VALUES = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False, True, None),
+}
 
 ATTENTION_SOFTCAP = {"attention_softcap": "attn_logit_softcapping"}
 
@@ -36,12 +39,14 @@ def _to_section(config: Config) -> Section:
     return {
         "embed_scale": config["hidden_size"] ** 0.5,
         "query_scale": config["query_pre_attn_scalar"] ** -0.5,
+        **base.attention_bias_to_section(config),
     }
 
 
 def _to_config(section: Section) -> Config:
     query_scale = section["query_scale"] or section["head_dim"] ** -0.5
-    return {"query_pre_attn_scalar": round(query_scale**-2)}
+    scalar = round(query_scale**-2)
+    return {"query_pre_attn_scalar": scalar, **base.attention_bias_to_config(section)}
 
 
 def _every_second_global(config: Config) -> str:
@@ -53,8 +58,9 @@ def _every_nth_global(config: Config) -> str:
     return "".join("l" if (i + 1) % n else "g" for i in range(config["num_hidden_layers"]))
 
 
-def _embed_scale_to_section(config: Config) -> Section:
-    return {"embed_scale": config["hidden_size"] ** 0.5}
+def _gemma_to_section(config: Config) -> Section:
+    embed_scale = config["hidden_size"] ** 0.5
+    return {"embed_scale": embed_scale, **base.attention_bias_to_section(config)}
 
 
 GEMMA = Family(
@@ -76,10 +82,11 @@ GEMMA = Family(
     # For transformers, "gelu" is the approximation here: so were the models trained.
     supported_values={
         "hidden_act": ("gelu_pytorch_tanh", "gelu", "gelu_new"),
-        "attention_bias": (False, None),
+        "attention_bias": (False, True, None),
     },
     uses_layer_types=False,
-    to_section=_embed_scale_to_section,
+    to_section=_gemma_to_section,
+    to_config=base.attention_bias_to_config,
 )
 
 GEMMA2 = Family(

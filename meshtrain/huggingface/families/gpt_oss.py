@@ -85,4 +85,5 @@ GPT_OSS = Family(
     faults=base.balance_loss_faults,
     to_section=_to_section,
     to_config=_to_config,
+    reads_mxfp4=True,
 )

@@ -26,11 +26,16 @@ def _to_section(config: Config) -> Section:
         "balance": "bias",
         "balance_weight": deepseek.BIAS_STEP,
         "first_dense_layers": base.num_dense(config),
+        **base.attention_bias_to_section(config),
     }
 
 
 def _to_config(section: Section) -> Config:
-    return {**base.mlp_types_to_config(section), deepseek.MTP_LAYERS: 0}
+    return {
+        **base.mlp_types_to_config(section),
+        **base.attention_bias_to_config(section),
+        deepseek.MTP_LAYERS: 0,
+    }
 
 
 HY_V3 = Family(
@@ -55,7 +60,7 @@ HY_V3 = Family(
         "router_scaling_factor": 2.826,
         deepseek.MTP_LAYERS: 1,
     },
-    supported_values=base.SILU_ONLY | {"attention_bias": (False,), "mlp_bias": (False,)},
+    supported_values=base.SILU_ONLY | {"attention_bias": (False, True), "mlp_bias": (False,)},
     keys=base.EXPERT_KEYS
     | {
         "d_expert": "moe_intermediate_size",

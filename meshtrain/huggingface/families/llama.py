@@ -6,25 +6,7 @@ And models that transformers computes as Llama, with config classes of their own
 import dataclasses
 
 from meshtrain.huggingface.families import base
-from meshtrain.huggingface.families.base import Config, Family, Section
-
-
-def _faults(config: Config) -> list[str]:
-    if bool(config["attention_bias"]) == bool(config["mlp_bias"]):
-        return []
-    return [
-        f"attention_bias={config['attention_bias']}, mlp_bias={config['mlp_bias']}: "
-        f"only the same value for both is supported"
-    ]
-
-
-def _to_section(config: Config) -> Section:
-    return {"bias": bool(config["mlp_bias"])}
-
-
-def _to_config(section: Section) -> Config:
-    return {"attention_bias": section["bias"], "mlp_bias": section["bias"]}
-
+from meshtrain.huggingface.families.base import Family
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
@@ -42,9 +24,9 @@ LLAMA = Family(
     supported_values=base.SILU_ONLY,
     heads_divide_hidden_size=True,
     uses_layer_types=False,
-    faults=_faults,
-    to_section=_to_section,
-    to_config=_to_config,
+    faults=base.bias_faults,
+    to_section=base.biases_to_section,
+    to_config=base.biases_to_config,
 )
 
 INTERNLM3 = dataclasses.replace(

@@ -1,7 +1,7 @@
 """OLMoE, whose experts are stored as those of Qwen 3."""
 
 from meshtrain.huggingface.families import base, qwen
-from meshtrain.huggingface.families.base import Family
+from meshtrain.huggingface.families.base import Config, Family, Section
 
 # The norms of queries and keys are over all heads.
 QK_NORMS = {
@@ -10,6 +10,15 @@ QK_NORMS = {
 }
 
 NAMES = base.MOE_NAMES | QK_NORMS
+
+
+def _to_section(config: Config) -> Section:
+    return qwen.router_to_section(config) | base.attention_bias_to_section(config)
+
+
+def _to_config(section: Section) -> Config:
+    return qwen.router_to_config(section) | base.attention_bias_to_config(section)
+
 
 OLMOE = Family(
     architecture="OlmoeForCausalLM",
@@ -32,7 +41,7 @@ OLMOE = Family(
     supported_values=base.SILU_ONLY
     | {
         qwen.NORMALIZED: (True, False),
-        "attention_bias": (False,),
+        "attention_bias": (False, True),
         "clip_qkv": (None,),
         # transformers ignores it in some implementations of attention only.
         "sliding_window": (None,),
@@ -43,7 +52,7 @@ OLMOE = Family(
     heads_divide_hidden_size=True,
     uses_layer_types=False,
     faults=base.balance_loss_faults,
-    to_section=qwen.moe_to_section,
-    to_config=qwen.moe_to_config,
+    to_section=_to_section,
+    to_config=_to_config,
     fused=base.MOE_FUSED,
 )

@@ -3,7 +3,9 @@
 from meshtrain.huggingface.families import base, qwen
 from meshtrain.huggingface.families.base import Config, Family, Section
 
-NAMES = base.MOE_NAMES | {
+NAMES = {
+    **base.MOE_NAMES,
+    **base.DENSE_FIRST_NAMES,
     "layers/mlp/shared/gate/kernel": "model.layers.*.mlp.shared_expert.gate_proj.weight U D",
     "layers/mlp/shared/up/kernel": "model.layers.*.mlp.shared_expert.up_proj.weight U D",
     "layers/mlp/shared/down/kernel": "model.layers.*.mlp.shared_expert.down_proj.weight D U",
@@ -43,11 +45,10 @@ QWEN2_MOE = Family(
     names=NAMES,
     section={"shared_gate": True},
     defaults=qwen.DEFAULTS
+    | base.SPARSE_DEFAULTS
     | {
         "num_key_value_heads": 16,
         "max_window_layers": 28,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
         "moe_intermediate_size": 1408,
         SHARED_WIDTH: 5632,
         "num_experts": 60,
@@ -59,16 +60,13 @@ QWEN2_MOE = Family(
     supported_values=qwen.SUPPORTED_VALUES
     | {
         qwen.NORMALIZED: (True, False),
-        # Only models all of whose layers have experts.
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([], None),
     },
     keys=base.EXPERT_KEYS
     | {"d_expert": "moe_intermediate_size", "d_shared": SHARED_WIDTH, "qkv_bias": "qkv_bias"},
     minimums={"max_window_layers": 0},
     default_layers=_every_second_local,
     standardize=_without_unused_window,
-    faults=base.balance_loss_faults,
+    faults=qwen.moe_faults,
     to_section=_to_section,
     to_config=_to_config,
     fused=base.MOE_FUSED,

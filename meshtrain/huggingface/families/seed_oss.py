@@ -1,26 +1,30 @@
-"""Seed-OSS: Llama with biases of queries, keys and values."""
+"""Seed-OSS: Llama with biases of queries, keys and values, and others by choice."""
 
 from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import Config, Family, Section
 
 
 def _faults(config: Config) -> list[str]:
-    keys = ("attention_bias", "attention_out_bias", "mlp_bias")
-    biases = [bool(config[key]) for key in keys]
-    if biases in ([False] * 3, [True, False, False], [True] * 3):
+    has_all_of_attention = config["attention_bias"] and config["attention_out_bias"]
+    if has_all_of_attention or not config["mlp_bias"]:
         return []
+    keys = ("attention_bias", "attention_out_bias", "mlp_bias")
     values = ", ".join(f"{key}={config[key]}" for key in keys)
-    return [f"{values}: only all of them, none, or attention_bias alone is supported"]
+    return [f"{values}: mlp_bias is supported only with biases of all of the attention"]
 
 
 def _to_section(config: Config) -> Section:
-    return {"qkv_bias": bool(config["attention_bias"]), "bias": bool(config["mlp_bias"])}
+    return {
+        "qkv_bias": bool(config["attention_bias"]),
+        "out_bias": bool(config["attention_out_bias"]),
+        "bias": bool(config["mlp_bias"]),
+    }
 
 
 def _to_config(section: Section) -> Config:
     return {
         "attention_bias": section["qkv_bias"] or section["bias"],
-        "attention_out_bias": section["bias"],
+        "attention_out_bias": section["out_bias"] or section["bias"],
         "mlp_bias": section["bias"],
     }
 

@@ -416,6 +416,7 @@ def shrink(raw: dict[str, Any], num_layers: int = NUM_LAYERS) -> None:
         "max_seq_len": 16,
         "seq_len": 16,
         "window": 5,
+        "query_growth_length": 5,
         "kv_lora_rank": 24,
         "q_lora_rank": 20,
         "rope_head_dim": 8,

@@ -243,6 +243,10 @@ ROPE = dict(rope_type="default", rope_theta=100.0)
 LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 3, long_factor=[2.0] * 3)
 LONGROPE |= dict(rope_theta=100.0, partial_rotary_factor=0.75)
 
+YARN = dict(rope_type="yarn", factor=4.0, rope_theta=100.0, original_max_position_embeddings=8)
+GROWTH = dict(llama_4_scaling_beta=0.25)
+OF_YARN = ("yarn", 4.0, 32.0, 1.0)
+
 # (golden folder, changed keys of config.json, changed keys of the section, or a part of the error)
 ROWS = [
     ("glm", dict(rope_parameters=ROPE), dict(rope_fraction=0.5)),
@@ -260,7 +264,6 @@ ROWS = [
     ("stablelm", dict(qk_layernorm=True), "qk_layernorm=True"),
     ("starcoder2", dict(use_bias=False), dict(bias=False)),
     ("starcoder2", dict(hidden_act="gelu"), "hidden_act='gelu'"),
-    ("gemma", dict(attention_bias=True), "attention_bias=True"),
     ("gemma", dict(hidden_act="silu"), "hidden_act='silu'"),
     ("gemma", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     (
@@ -269,6 +272,26 @@ ROWS = [
         "attention_bias=True, attention_out_bias=False, mlp_bias=True",
     ),
     ("seed_oss", dict(attention_bias=False), dict(qkv_bias=False)),
+    ("seed_oss", dict(attention_out_bias=True), dict(qkv_bias=True, out_bias=True)),
+    (
+        "seed_oss",
+        dict(attention_bias=False, attention_out_bias=True),
+        dict(qkv_bias=False, out_bias=True),
+    ),
+    (
+        "seed_oss",
+        dict(attention_bias=False, attention_out_bias=True, mlp_bias=True),
+        "attention_bias=False, attention_out_bias=True, mlp_bias=True",
+    ),
+    ("llama2", dict(mlp_bias=False), dict(bias=False, qkv_bias=True, out_bias=True)),
+    *(
+        (family, dict(attention_bias=True), dict(qkv_bias=True, out_bias=True))
+        for family in ("llama3", "qwen3", "qwen3_moe", "olmoe", "dots1", "hy_v3")
+    ),
+    *(
+        (family, dict(attention_bias=True), dict(qkv_bias=True, out_bias=True))
+        for family in ("gemma", "gemma2", "gemma3", "vaultgemma")
+    ),
     ("cwm", dict(mlp_bias=True), "mlp_bias=True"),
     (
         "cwm",
@@ -302,6 +325,68 @@ ROWS = [
     ("glm4_moe_lite", dict(mlp_layer_types=["sparse", "dense"]), "mlp_layer_types="),
     ("glm4_moe_lite", dict(mlp_layer_types=["dense"] * 2), "mlp_layer_types="),
     ("youtu", dict(rope_interleave=False), "rope_interleave=False"),
+    (
+        "ministral3",
+        dict(rope_parameters=None),
+        dict(
+            rope_theta=1e6,
+            rope_scaling=("yarn", 16.0, 32.0, 1.0, 16384.0, 1.0, True),
+            query_growth=0.1,
+            query_growth_length=16384,
+        ),
+    ),
+    (
+        "ministral3",
+        dict(rope_parameters=YARN | GROWTH, original_max_position_embeddings=16),
+        dict(rope_scaling=(*OF_YARN, 16.0, 0.0, True), query_growth=0.25, query_growth_length=16),
+    ),
+    (
+        "ministral3",
+        dict(rope_parameters=None, rope_scaling=dict(type="yarn", factor=4.0) | GROWTH),
+        dict(
+            rope_theta=10000.0,
+            rope_scaling=(*OF_YARN, 64.0, 0.0, True),
+            query_growth=0.25,
+            query_growth_length=64,
+        ),
+    ),
+    (
+        "ministral3",
+        dict(rope_parameters=ROPE | GROWTH | dict(original_max_position_embeddings=5)),
+        dict(rope_scaling=(), query_growth=0.25, query_growth_length=5),
+    ),
+    (
+        "ministral3",
+        dict(rope_parameters=YARN | dict(llama_4_scaling_beta=0)),
+        dict(rope_scaling=(*OF_YARN, 8.0, 0.0, True), query_growth=0.0),
+    ),
+    ("ministral3", dict(rope_parameters=YARN), "llama_4_scaling_beta=None"),
+    ("ministral3", dict(rope_parameters={}), "llama_4_scaling_beta=None"),
+    (
+        "ministral3",
+        dict(rope_parameters=YARN | dict(llama_4_scaling_beta=-1)),
+        "llama_4_scaling_beta=-1: is not a number of at least 0",
+    ),
+    (
+        "ministral3",
+        dict(rope_parameters=ROPE | GROWTH),
+        "original_max_position_embeddings=None: is not a number above 0",
+    ),
+    (
+        "ministral3",
+        dict(rope_parameters=YARN | GROWTH | dict(original_max_position_embeddings=8.5)),
+        "original_max_position_embeddings=8.5: is not an integer",
+    ),
+    ("smollm3", dict(rope_parameters=YARN), dict(rope_scaling=(*OF_YARN, 8.0, 0.0, True))),
+    (
+        "smollm3",
+        dict(rope_parameters=dict(full_attention=ROPE, sliding_attention=ROPE)),
+        "same rope in all layers",
+    ),
+    ("qwen2_moe", dict(mlp_only_layers=[1, 0]), dict(first_dense_layers=2)),
+    ("qwen3_moe", dict(decoder_sparse_step=3), dict(first_dense_layers=2)),
+    ("qwen3_moe", dict(decoder_sparse_step=3, mlp_only_layers=[1]), dict(first_dense_layers=2)),
+    ("qwen2_moe_dense", dict(mlp_only_layers=None), dict(first_dense_layers=0)),
 ]
 
 
@@ -440,11 +525,12 @@ def test_the_language_model_of_mistral_3_is_imported(prefix, folder_of):
 
 def test_the_type_of_the_text_in_a_multimodal_model_decides_its_class(tmp_path):
     config = dict(architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3")
-    for model_type, message in [("mistral", None), ("ministral3", "'ministral3': transformers")]:
-        text = config_of("mistral", model_type=model_type)
+    for model_type in ("mistral", "ministral3"):
+        text = config_of(model_type)
         (tmp_path / "config.json").write_text(json.dumps(config | dict(text_config=text)))
-        if message is None:
-            assert weights.model_section(tmp_path)["tie_embeddings"]
-            continue
-        with pytest.raises(ConfigError, match=message):
-            weights.model_section(tmp_path)
+        assert weights.model_section(tmp_path)["tie_embeddings"]
+        assert weights.family_in(tmp_path).model_type == model_type
+    text = config_of("mistral", model_type="ministral")
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(text_config=text)))
+    with pytest.raises(ConfigError, match="'ministral': transformers uses this model"):
+        weights.model_section(tmp_path)

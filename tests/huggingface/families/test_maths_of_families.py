@@ -1,28 +1,31 @@
-"""Families with a piece of maths of their own: generation with a cache, and training steps.
+"""Families with a piece of maths of their own: generation with a cache, and their files.
 
-tests/huggingface/test_weights.py compares their logits, test_convert.py the bits of both ways.
+test_training.py compares training steps, tests/huggingface/test_weights.py logits, and
+test_convert.py the bits of both ways.
 """
 
-import json
-
-import jax
 import numpy as np
 import pytest
 
 from meshtrain.config import load as configfile
-from meshtrain.config.build import build
 from meshtrain.config.parse import parse
-from meshtrain.data.source import Source
 from meshtrain.errors import ConfigError
 from meshtrain.huggingface import config_json, weights
 from meshtrain.inference import generate as inference_generate
-from meshtrain.train import train
-from tests.lib.configs import tiny_config
 from tests.lib.hf import GOLDEN, arrays, assert_same_generation, load, run
 
 slow = pytest.mark.slow
 
-FAMILIES = ("olmo2", "olmo3", "smollm3", "granite", "granitemoe", "qwen2_moe", "gpt_oss")
+FAMILIES = (
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "granitemoe",
+    "qwen2_moe",
+    "gpt_oss",
+)
 LAYOUTS = {
     "olmo2": {"tensor": 2, "fsdp": 4},
     "granitemoe": {"tensor": 4, "data": 2},
@@ -42,82 +45,6 @@ def test_generation_with_a_cache_has_the_logits_of_transformers(family, tmp_path
     program, params = inference_generate.restore_params(cfg, tmp_path / "run")
     with program.active():
         assert_same_generation(GOLDEN / family, program.model, params)
-
-
-# ---- training ----
-
-
-def torch_losses(folder, batches, rate):
-    """Returns the losses of AdamW in torch, a float64 model of transformers, one a batch."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    )
-    groups = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        is_vector = "norm" in name or name.endswith(("bias", "sinks"))
-        groups[is_vector].append(parameter)
-    decays = [
-        {"params": groups[False], "weight_decay": 0.1},
-        {"params": groups[True], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(decays, lr=rate, betas=(0.9, 0.95), eps=1e-8)
-    losses = []
-    for batch in batches:
-        logits = model(torch.tensor(batch.tokens, dtype=torch.long)).logits.flatten(0, 1)
-        targets = torch.tensor(batch.targets.reshape(-1), dtype=torch.long)
-        nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-        token_weights = torch.tensor(batch.weights.reshape(-1))
-        loss = (nll * token_weights).sum() / token_weights.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ten_training_steps_equal_those_of_torch(family, tmp_path):
-    pytest.importorskip("torch", reason="torch is not installed")
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    run(GOLDEN / family, tmp_path / "start")
-    found = json.loads((tmp_path / "start" / "config.json").read_text())
-    c = tiny_config()
-    c.model.update({key: value for key, value in found["model"].items() if value != []})
-    # transformers adds no loss of the router unless it is asked for.
-    c.model.update(balance="none", balance_weight=0.0)
-    c.data.update(vocab_size=c.model.vocab_size)
-    c.train.steps, c.eval.batches = 10, 0
-    c.mesh.update(data=2, fsdp=2, tensor=2)
-    # The logits of Granite are divided by 6.
-    c.optim.learning_rate = 3e-2 if family == "granite" else 3e-3
-    c.optim.schedule = "constant"
-    c.checkpoint.init_from = str(tmp_path / "start")
-    source = build(parse(c, num_devices=8)).train_data
-    batches = {}
-
-    def read(indices):
-        batches[int(indices[0])] = batch = source.read(indices)
-        return batch
-
-    rows = []
-    with jax.default_matmul_precision("highest"):
-        train(c, workdir=tmp_path / "run", data=Source(read, size=None), on_metrics=rows.append)
-    losses = [row["loss"] for row in rows if "loss" in row]
-    size = c.train.global_batch
-    in_order = [batches[size * step] for step in range(10)]
-    expected, untrained = (
-        np.array(torch_losses(GOLDEN / family, in_order, rate))
-        for rate in (c.optim.learning_rate, 0.0)
-    )
-    assert len(losses) == 10 and np.abs(expected - untrained).max() > 0.02
-    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-4)
 
 
 # ---- files ----

@@ -96,6 +96,12 @@ def attention(
     else:
         q_BSHK, k_BSHK, v_BSHV = _heads(x_BSD, p, c, rope)
     position_S = jnp.arange(x_BSD.shape[1])
+    if c.query_growth:
+        growth_S = [
+            1 + c.query_growth * math.log(1 + position // c.query_growth_length)
+            for position in range(x_BSD.shape[1])
+        ]
+        q_BSHK = q_BSHK * np.array(growth_S)[None, :, None, None]
     mask_SS = position_S[None, :] <= position_S[:, None]
     if local:
         mask_SS &= position_S[:, None] < position_S[None, :] + c.window
