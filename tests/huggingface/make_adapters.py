@@ -1,11 +1,14 @@
 """Writes the folders in adapters/: an adapter of a golden model as PEFT saves it, and its logits.
 
-  python tests/huggingface/make_adapters.py       # torch 2.13.0, transformers 5.24, peft 0.21.2
+  python tests/huggingface/make_adapters.py [NAME ...]
+
+It ran with torch 2.13.0, transformers 5.24 and peft 0.21.2.
 
 logits.npy has the logits of `TOKENS` that PEFT computes. B is random, as after training.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +26,15 @@ ADAPTERS = {  # family: its settings
     "mixtral": dict(target_modules=["k_proj"], layers_to_transform=[1], lora_dropout=0.25),
     "phi3": dict(target_modules=["qkv_proj", "gate_up_proj"], rank_pattern={"qkv_proj": 3}),
     "gpt2": dict(target_modules=["c_attn", "c_fc"], alpha_pattern={r".*\.c_fc": 3}),
+    "gpt_oss": dict(target_modules=["q_proj"], target_parameters=EXPERTS),
+    "granitemoe": dict(use_rslora=True, target_parameters=["block_sparse_moe.experts.down_proj"]),
 }
 
 
 def main() -> None:
-    for family, settings in ADAPTERS.items():
+    names = sys.argv[1:] or [*ADAPTERS]
+    for family in names:
+        settings = ADAPTERS[family]
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(
             HERE / "golden" / family, dtype=torch.float32, experts_implementation="eager"
