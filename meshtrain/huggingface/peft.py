@@ -62,21 +62,18 @@ def write(
 
     `shapes` are those of the parameters, by path; `load` returns a parameter by its path. `section`
     is the model section, `adapter` the section of this name, `base_model` the name or folder of the
-    model that it belongs to, if that is known. Raises ConfigError for a layer that PEFT cannot
-    adapt alone.
+    model that it belongs to, if that is known. Raises ConfigError for a run without an adapter.
     """
     if not layers:
         raise ConfigError("--adapter: the run has no adapter (adapter.rank=0); leave out --adapter")
     settings = section_of(adapter)
     kernels = {path + KERNEL: shapes[path + KERNEL] for path in layers}
     rows = tensor_rows.rows(family.names, kernels, section)
-    if fault := _fault_of(rows, family):
-        raise ConfigError(
-            f"--adapter: {fault}; export the merged weights, without --adapter, or train without "
-            f"such layers in adapter.targets"
-        )
     targets = peft_layout.targets(rows, family)
-    linear_rows = [row for row in rows if not peft_layout.is_of_experts(row)]
+    linear_rows = [row for row in rows if not row.is_of_experts]
+    parameters = [_parameter_name(target) for target in targets if _is_parameter(target, family)]
+    layer_targets = [target for target in targets if not _is_parameter(target, family)]
+    modules = sorted(name for target in layer_targets for name in target.names)
 
     found: dict[str, Factors] = {}
     ranks: dict[str, int] = {}
@@ -101,14 +98,15 @@ def write(
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "use_rslora": settings.rslora,
-        "lora_dropout": settings.dropout,
+        # PEFT has none of the updates of parameters.
+        "lora_dropout": 0.0 if parameters else settings.dropout,
         "bias": "none",
         # Whether the kernels in the files are (inputs, outputs), as GPT-2's are.
         "fan_in_fan_out": bool(linear_rows) and all(row.has_inputs_first for row in linear_rows),
-        "target_modules": _names_of(targets, of_experts=False) or None,
+        "target_modules": modules or None,
         "inference_mode": True,
     }
-    if parameters := _names_of(targets, of_experts=True):
+    if parameters:
         described["target_parameters"] = parameters
     if rank_pattern:
         described["rank_pattern"] = rank_pattern
@@ -124,12 +122,20 @@ def _alpha_of(settings: AdapterConfig, rank: int) -> float:
     return settings.alpha * (math.sqrt(ratio) if settings.rslora else ratio)
 
 
-def _names_of(targets: Iterable[Target], *, of_experts: bool) -> list[str]:
-    """Returns the names of linear layers, or the ends of those of the parameters of experts."""
-    chosen = [target for target in targets if target.is_of_experts == of_experts]
-    if of_experts:
-        return [_in_layer(target.names[0]) for target in chosen]
-    return sorted(name for target in chosen for name in target.names)
+def _is_parameter(target: Target, family: Family) -> bool:
+    """Returns whether PEFT gets a target by the name of a parameter, not by that of a layer.
+
+    Routers and experts are no linear layers in transformers. PEFT (0.21) takes each layer that has
+    the name of one of an expert's projections for the routed experts: also a shared expert's.
+    """
+    names_of_experts = {_leaf_of(name) for names in family.fused.values() for name in names}
+    return target.is_of_experts or target.is_router or _leaf_of(target.name) in names_of_experts
+
+
+def _parameter_name(target: Target) -> str:
+    """Returns the end of the names of a parameter in all layers."""
+    name = target.name if target.is_of_experts else f"{target.name}.weight"
+    return name.rpartition("*.")[2]
 
 
 def _in_layer(name: str) -> str:
@@ -155,36 +161,11 @@ def _rank_pattern(ranks: Mapping[str, int], common: int) -> dict[str, int]:
     return pattern
 
 
-def fault_of(
-    family: Family, section: Section, shapes: Mapping[str, tuple[int, ...]], layers: Sequence[str]
-) -> str | None:
-    """Returns why `write` would raise for an adapter of `layers`; None if it would not."""
-    kernels = {path + KERNEL: shapes[path + KERNEL] for path in layers}
-    return _fault_of(tensor_rows.rows(family.names, kernels, section), family)
-
-
-def _fault_of(rows: Iterable[Row], family: Family) -> str | None:
-    # PEFT (0.21) takes every module of such a name for a part of the fused experts.
-    expert_leaves = {_leaf_of(name) for names in family.fused.values() for name in names}
-    for row in rows:
-        if not peft_layout.is_known(row, family):
-            return (
-                f"{row.path} is {row.name} of {family.architecture}, of which no parameter of "
-                f"transformers is known"
-            )
-        if not peft_layout.is_of_experts(row) and _leaf_of(row.name) in expert_leaves:
-            return (
-                f"{row.path} is {row.name} of {family.architecture}, and PEFT adapts the routed "
-                f"experts in its place, by the name {_leaf_of(row.name)}"
-            )
-    return None
-
-
 def _load_factors(load: Callable[[str], np.ndarray], row: Row) -> Factors:
     """Returns A (L, E, R, I) and B (L, E, O, R) of a kernel, whatever the order of its dims."""
     path = row.path.removesuffix(KERNEL)
     a, b = load(f"{path}/{A}"), load(f"{path}/{B}")
-    lead = [row.sizes.get(letter, 1) for letter in "LE"]
+    lead = row.layers_and_experts
     rank = a.shape[-1]
     a_LERI = a.reshape(*lead, -1, rank).swapaxes(-1, -2)
     b_LEOR = b.reshape(*lead, rank, -1).swapaxes(-1, -2)

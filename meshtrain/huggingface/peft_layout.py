@@ -26,13 +26,18 @@ class Target:
 
     # In transformers; * stands for the index of the layer.
     name: str
-    is_of_experts: bool
+    is_of_experts: bool  # then the last name is that of the parameter
     num_experts: int
     num_outputs: int
     # The kernels of this package that it holds, in the order of their outputs.
     rows: Sequence[Row]
     # The indices of the outputs of each of them.
     outputs: Sequence[np.ndarray]
+
+    @property
+    def is_router(self) -> bool:
+        """Returns whether it is a router, which is no linear layer in transformers."""
+        return self.rows[0].path.endswith("/router/kernel")
 
     @property
     def names(self) -> list[str]:
@@ -44,10 +49,7 @@ class Target:
 
 
 def targets(rows: Iterable[Row], family: Family) -> list[Target]:
-    """Returns what PEFT adapts of these kernels, in the order in which transformers has them.
-
-    All must be known (`is_known`).
-    """
+    """Returns what PEFT adapts of these kernels, in the order in which transformers has them."""
     order = {name: number for number, name in enumerate(family.names)}
 
     def position(row: Row) -> int:
@@ -65,8 +67,8 @@ def targets(rows: Iterable[Row], family: Family) -> list[Target]:
         found.append(
             Target(
                 name,
-                is_of_experts=is_of_experts(row),
-                num_experts=row.sizes.get("E", 1),
+                is_of_experts=row.is_of_experts,
+                num_experts=row.layers_and_experts[1],
                 num_outputs=num_outputs,
                 rows=[row for row, _, _ in parts],
                 outputs=[outputs for _, _, outputs in parts],
@@ -75,26 +77,19 @@ def targets(rows: Iterable[Row], family: Family) -> list[Target]:
     return found
 
 
-def is_of_experts(row: Row) -> bool:
-    """Returns whether each expert has a kernel of its own."""
-    return "E" in row.sizes
-
-
 def is_split_by_expert(row: Row) -> bool:
     """Returns whether each expert has a tensor of its own in the files."""
     return row.name.count("*") > 1
 
 
-def is_known(row: Row, family: Family) -> bool:
-    """Returns whether transformers has a layer, or a parameter, with this kernel."""
-    return not is_split_by_expert(row) or _joined_parts(row, family) is not None
-
-
 def _joined_parts(row: Row, family: Family) -> tuple[str, tuple[str, ...], int] | None:
-    """Returns the parameter that transformers joins tensors of experts to, and which this is."""
+    """Returns the name in transformers of tensors with other names in files, and which this is.
+
+    Those of experts are joined to one parameter.
+    """
     for parameter, parts in family.fused.items():
         for number, part in enumerate(parts):
-            if is_of_experts(row) and row.name.endswith(f".{part}"):
+            if row.name.endswith(f".{part}"):
                 return parameter, parts, number
     return None
 
@@ -105,7 +100,7 @@ def _place_of(row: Row, family: Family) -> tuple[str, int, np.ndarray]:
     number, num_parts = 0, 1
     if joined_parts := _joined_parts(row, family):
         parameter, parts, number = joined_parts
-        name = row.name.removesuffix(parts[number]) + parameter
+        name = (row.name.removesuffix(parts[number]) + parameter).removesuffix(".weight")
         num_parts = len(parts)
     (num_outputs,) = row.outputs.shape
     outputs = row.outputs.parameter_view(np.arange(num_outputs)).reshape(-1)

@@ -5,7 +5,6 @@ expert.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,14 @@ from meshtrain.checkpoint import run_tokenizer
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import AdapterConfig, Config
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, convert, files, peft_layout, tensor_rows
+from meshtrain.huggingface import (
+    config_json,
+    convert,
+    files,
+    name_pattern,
+    peft_layout,
+    tensor_rows,
+)
 from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import BUILD, Family, Section
 from meshtrain.huggingface.peft import CONFIG, KERNEL, PREFIX, WEIGHTS
@@ -162,7 +168,7 @@ def read(folder: Path, family: Family, section: Section, kernels: Mapping[str, t
     used: set[str] = set()
     factors: dict[str, tuple[list[Factors | None], Row, list[str]]] = {}
     missing: dict[str, None] = {}  # in their order
-    targets = _targets(family, kernels, section)
+    targets = peft_layout.targets(tensor_rows.rows(family.names, kernels, section), family)
     for target in targets:
         found = _factors_of(target, targets, modules, config, used)
         for row, of_row in zip(target.rows, found, strict=True):
@@ -184,7 +190,7 @@ def read(folder: Path, family: Family, section: Section, kernels: Mapping[str, t
         targets=tuple(sorted(factors)),
         dropout=config.get("lora_dropout") or 0.0,
         rslora=rslora,
-        experts=any(peft_layout.is_of_experts(row) for _, row, _ in factors.values()),
+        experts=any(row.is_of_experts for _, row, _ in factors.values()),
     )
     # The factor of another rank than `r` stays the same.
     scale = AdapterConfig(rank=rank, alpha=alpha, rslora=rslora).scale
@@ -194,15 +200,6 @@ def read(folder: Path, family: Family, section: Section, kernels: Mapping[str, t
         a, b = _stacked(many, row, names, kernels[path + KERNEL], settings.rank)
         arrays |= {f"{path}/{A}": a, f"{path}/{B}": b}
     return Found(config.get("base_model_name_or_path"), settings, arrays, [*missing])
-
-
-def _targets(
-    family: Family, kernels: Mapping[str, tuple[int, ...]], section: Section
-) -> list[Target]:
-    """Returns what may have an update; experts of which PEFT has no parameter may not."""
-    rows = tensor_rows.rows(family.names, kernels, section)
-    known = [row for row in rows if peft_layout.is_known(row, family)]
-    return peft_layout.targets(known, family)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -311,12 +308,12 @@ def _factors_of(
                     one = of_kernel and (of_kernel[0][expert], of_kernel[1][expert])
                     of_row.append(one)
             continue
-        # Earlier versions of transformers have a linear layer for each expert.
+        # Adapters of earlier versions of transformers have the names of the tensors in the files.
         for row, of_row in zip(target.rows, found, strict=True):
             first = layer * num_experts
             for own_module in _module_names(row, target)[first : first + num_experts]:
-                is_own = peft_layout.is_split_by_expert(row)
-                own_factors = modules.get(own_module) if is_own else None
+                has_own = not target.is_of_experts or peft_layout.is_split_by_expert(row)
+                own_factors = modules.get(own_module) if has_own else None
                 if own_factors is not None:
                     used.add(own_module)
                     own_factors = _with_factor(own_factors, own_module, config)
@@ -325,10 +322,10 @@ def _factors_of(
 
 
 def _module_names(row: Row, target: Target) -> list[str]:
-    """Returns the names of a kernel's modules, by layer and expert."""
-    if peft_layout.is_split_by_expert(row):
-        return [name.removesuffix(".weight") for name in row.tensors]
-    return [name for name in target.names for _ in range(target.num_experts)]
+    """Returns the names in the files of a kernel's modules, by layer and expert."""
+    if target.is_of_experts and not peft_layout.is_split_by_expert(row):
+        return [name for name in target.names for _ in range(target.num_experts)]
+    return [name.removesuffix(".weight") for name in row.tensors]
 
 
 def _module_of(
@@ -351,10 +348,6 @@ def _module_of(
     return module if module in modules else None
 
 
-# A regular expression that takes no long time, and is all that is used in practice.
-PATTERN = re.compile(r"\^?(\.\*)?[\w.\\]{0,200}\$?")
-
-
 def _with_factor(
     factors: Factors, module: str, config: Mapping[str, Any], *, num_experts: int = 1
 ) -> Factors:
@@ -366,9 +359,15 @@ def _with_factor(
         )
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if not PATTERN.fullmatch(pattern) or not base.is_positive(value):
-            raise ConfigError(f"{CONFIG}: alpha_pattern={pattern!r}: {value!r}: is not supported")
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        try:
+            is_match = name_pattern.matches(pattern, module)
+        except ValueError as error:
+            raise ConfigError(f"{CONFIG}: alpha_pattern={pattern!r}: {error}") from error
+        if not base.is_positive(value):
+            raise ConfigError(
+                f"{CONFIG}: alpha_pattern={pattern!r}: {value!r} is not a positive number"
+            )
+        if is_match:
             alpha = value
             break
     rslora = bool(config.get("use_rslora"))
@@ -390,7 +389,7 @@ def _stacked(
     `names` are those of the modules. Ranks that a tensor lacks are zeros, which stay zeros in
     training.
     """
-    num_stacked = sum(letter in row.sizes for letter in "LE")
+    num_stacked = ("L" in row.sizes) + row.is_of_experts
     stack, dims = kernel[:num_stacked], kernel[num_stacked:]
     num_in, num_out = next((a.shape[-1], len(b)) for a, b in filter(None, many))
     into = next(

@@ -125,7 +125,18 @@ class Row:
     @property
     def _linear_dims(self) -> tuple[str, ...]:
         """Returns the dims of a linear layer in the files, without that of all experts."""
-        return tuple(dim for dim in self.dims if dim != "E")
+        return tuple(dim for dim in self.dims if dim != "E" or not self.is_of_experts)
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Returns whether each expert has a parameter of its own, unlike a router's."""
+        return "E" in self.sizes and "E" not in DIMS[in_stack(self.path)]
+
+    @property
+    def layers_and_experts(self) -> tuple[int, int]:
+        """Returns the numbers of layers and experts in the leading dims, 1 without such a dim."""
+        num_experts = self.sizes["E"] if self.is_of_experts else 1
+        return self.sizes.get("L", 1), num_experts
 
     def parameter_view(self, tensor: np.ndarray) -> np.ndarray:
         """Returns a view of a tensor with the dims of the parameter, of one layer and expert."""

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 HERE = Path(__file__).resolve().parent
 TOKENS = np.arange(24).reshape(2, 12) * 7 % 61
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-ADAPTERS = {  # family: its settings
+ADAPTERS = {  # family, or its name and another: its settings
     "llama3": dict(use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"]),
     "qwen3_moe": dict(target_modules=["q_proj", "o_proj"], target_parameters=EXPERTS),
     "deepseek_v3": dict(use_rslora=True, target_parameters=EXPERTS[:1]),
@@ -27,24 +27,30 @@ ADAPTERS = {  # family: its settings
     "phi3": dict(target_modules=["qkv_proj", "gate_up_proj"], rank_pattern={"qkv_proj": 3}),
     "gpt2": dict(target_modules=["c_attn", "c_fc"], alpha_pattern={r".*\.c_fc": 3}),
     "gpt_oss": dict(target_modules=["q_proj"], target_parameters=EXPERTS),
+    "deepseek_v3-all": dict(target_modules="all-linear"),  # with routers and kv_b_proj
+    "qwen2_moe": dict(
+        target_modules="all-linear",  # with shared_expert_gate
+        alpha_pattern={r"layers\.(0|2)\..*\.(q_proj|up_proj)": 5, "down_proj": 9},
+    ),
     "granitemoe": dict(use_rslora=True, target_parameters=["block_sparse_moe.experts.down_proj"]),
 }
 
 
 def main() -> None:
     names = sys.argv[1:] or [*ADAPTERS]
-    for family in names:
-        settings = ADAPTERS[family]
+    for name in names:
+        settings = ADAPTERS[name]
+        family = name.partition("-")[0]
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_pretrained(
             HERE / "golden" / family, dtype=torch.float32, experts_implementation="eager"
         )
         config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=6, **settings)
         adapted = get_peft_model(model, config).eval()
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
+        for parameter_name, parameter in adapted.named_parameters():
+            if "lora_B" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.1)
-        folder = HERE / "adapters" / family
+        folder = HERE / "adapters" / name
         adapted.save_pretrained(folder)
         (folder / "README.md").unlink()
         file = folder / "adapter_config.json"

@@ -93,26 +93,6 @@ def adapt(family, root, *, steps, targets, adapter=None, **model):
     train(c, workdir=root / "run")
 
 
-@pytest.mark.parametrize(
-    ("family", "targets", "module"),
-    [
-        ("deepseek_v3", "layers/mlp/shared/down", "mlp.shared_experts.down_proj"),
-        ("dots1", "first_layers/*", "mlp.down_proj"),
-    ],
-)
-@pytest.mark.slow
-def test_peft_has_no_adapter_of_what_is_named_like_routed_experts(
-    family, targets, module, tmp_path, capsys
-):
-    """It would adapt the routed experts instead, without an error."""
-    adapt(family, tmp_path, steps=0, targets=(targets,))
-    assert app.main("convert", [str(tmp_path / "run"), str(tmp_path / "a"), "--adapter"]) == 2
-    out, error = capsys.readouterr()
-    assert f"{module}.weight of D" in error and "PEFT adapts the routed experts" in error
-    assert "warning     convert --adapter cannot write this adapter" in out + error
-    assert "export the merged weights" in error and not (tmp_path / "a").exists()
-
-
 PEFT_LOGITS = """
 import sys
 import numpy as np, torch

@@ -13,6 +13,7 @@ import pytest
 
 from meshtrain.config.schema import AdapterConfig
 from meshtrain.huggingface import convert, files, peft, peft_reader, tensor_rows, weights
+from meshtrain.huggingface.families import FAMILIES as FAMILIES_HERE
 from meshtrain.models import lora, trees
 from meshtrain.models.lora_layer import A, B
 from tests.lib.hf import FAMILIES, GOLDEN, load, logits
@@ -106,17 +107,18 @@ def updates_of_peft(folder, case):
     halves = {name: np.array(one.read(), np.float64) for name, one in found.items()}
     modules = {name.rpartition(".lora_")[0] for name in halves}
     updates = {}
+    ends = config.get("target_parameters", [])
     for module in sorted(modules):
         name = module.removeprefix("base_model.model.")
         a, b = (halves[f"{module}.lora_{half}.weight"] for half in "AB")
-        folder_name = name.removesuffix(".base_layer")
-        ends = config.get("target_parameters", [])
+        module_name = name.removesuffix(".base_layer")
         if name not in (config["target_modules"] or []):
+            keys = [f"{module_name}.{end.rpartition('.')[2]}" for end in ends]
+            keys = [
+                key for key, end in zip(keys, ends, strict=True) if f".{key}".endswith(f".{end}")
+            ]
             # Of two parameters the first is nested in the second.
-            of_module = [end for end in ends if folder_name.endswith("." + end.rpartition(".")[0])]
-            is_first = len(of_module) == 1 or name != folder_name
-            end = of_module[0 if is_first else -1]
-            name = folder_name.removesuffix(end.rpartition(".")[0]) + end
+            name = keys[0 if len(keys) == 1 or name != module_name else -1].removesuffix(".weight")
         rank = config.get("rank_pattern", {})
         alpha = config.get("alpha_pattern", {})
         key = next((one for one in rank if name == one or name.endswith("." + one)), None)
@@ -130,7 +132,10 @@ def updates_of_peft(folder, case):
         if num_experts == 1:
             is_transposed = case.family == "gpt2"
             assert config["fan_in_fan_out"] == is_transposed
-            updates[f"{name}.weight"] = update[0].T if is_transposed else update[0]
+            name = f"{name}.weight"
+            end = next((end for end in case.hf.fused if name.endswith(end)), "")
+            in_files = name.removesuffix(end) + case.hf.fused[end][0] if end else name
+            updates[in_files] = update[0].T if is_transposed else update[0]
             continue
         if case.family == "gpt_oss":  # (experts, inputs, outputs)
             updates[name] = update.swapaxes(1, 2)
@@ -147,8 +152,6 @@ def updates_of_peft(folder, case):
     return updates
 
 
-# Without what PEFT takes for routed experts, see peft.py.
-NOT_SHARED = ("layers/attention/*", "layers/mlp/gate", "layers/mlp/up", "layers/mlp/down")
 SOME_PARTS = (
     ("phi3", ("*/query", "*/value", "*/up"), True),
     ("phi3", ("*/key",), False),
@@ -164,8 +167,15 @@ SOME_PARTS = (
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_of_all_layers_is_read_back_and_is_what_peft_adds(family, tmp_path):
-    has_experts = weights.family_in(GOLDEN / family).fused
-    check(Case(family, NOT_SHARED if has_experts else ("*",)), tmp_path / "adapter")
+    check(Case(family), tmp_path / "adapter")
+
+
+def test_transformers_has_a_parameter_with_the_experts_of_every_family():
+    for family in FAMILIES_HERE:
+        joined = [part for parts in family.fused.values() for part in parts]
+        for name in (names.split()[0] for names in family.names.values()):
+            if name.count("*") > 1:
+                assert any(name.endswith(f".{part}") for part in joined), (family, name)
 
 
 @pytest.mark.parametrize(("family", "targets", "rslora"), SOME_PARTS)
@@ -199,6 +209,17 @@ def test_ranks_and_alphas_of_fused_layers_are_in_the_patterns(tmp_path):
     assert config["rank_pattern"] == {"self_attn.qkv_proj": 2 * RANK}
     assert config["alpha_pattern"] == {"self_attn.qkv_proj": pytest.approx(3.0 * 2**0.5)}
     assert (config["r"], config["lora_alpha"]) == (RANK, 3.0)
+
+
+def test_what_peft_would_take_for_routed_experts_is_named_as_a_parameter(tmp_path):
+    config = Case("deepseek_v3").write(tmp_path / "adapter")
+    names = ("gate_proj", "up_proj", "down_proj")
+    assert sorted(config["target_parameters"]) == sorted(
+        [f"model.layers.{layer}.mlp.{name}.weight" for layer in (0, 1) for name in names]
+        + [f"mlp.shared_experts.{name}.weight" for name in names]
+        + ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate.weight"]
+    )
+    assert not [name for name in config["target_modules"] if "self_attn" not in name]
 
 
 def zero_update(targets, folder):
@@ -245,7 +266,8 @@ for base, adapter in zip(sys.argv[1::2], sys.argv[2::2]):
     assert (after - before).abs().max() > 0.1
     np.save(adapter + "/logits.npy", after.numpy())
 """
-OF_PEFT = ("phi3", "glm4", "gpt2", "gpt_oss", "granitemoe")
+OF_PEFT = ("phi3", "glm4", "gpt2", "gpt_oss", "granitemoe", "deepseek_v3", "dots1", "hy_v3")
+OF_PEFT += ("mixtral", "qwen2_moe", "minimax_m2", "youtu")
 
 
 @pytest.mark.slow

@@ -46,18 +46,30 @@ def test_a_run_computes_the_logits_of_peft_and_exports_the_same_adapter(family, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", "mixtral", "gpt2", "phi3", "gpt_oss", "granitemoe"]
+    "family",
+    [
+        "deepseek_v3",
+        "deepseek_v3-all",
+        "mixtral",
+        "gpt2",
+        "phi3",
+        "gpt_oss",
+        "granitemoe",
+        "qwen2_moe",
+    ],
 )
 def test_other_runs_compute_the_logits_of_peft_and_export_the_same_adapter(family, tmp_path):
     check_logits_and_export(family, tmp_path)
 
 
-def check_logits_and_export(family, tmp_path):
-    c = config_of(family, ADAPTERS / family)
+def check_logits_and_export(name, tmp_path):
+    """Checks the adapter in the folder `name`: of a family, and perhaps - and what is special."""
+    family = name.partition("-")[0]
+    c = config_of(family, ADAPTERS / name)
     c.mesh.update(data=2, fsdp=2, tensor=2)
     state = train(c, workdir=tmp_path / "run").state
     cfg = peft_reader.with_settings(parse(c, num_devices=8))
-    expected = np.load(ADAPTERS / family / "logits.npy")
+    expected = np.load(ADAPTERS / name / "logits.npy")
     num_tokens = expected.shape[-1]
     with jax.default_matmul_precision("highest"):
         model, params = build_model(cfg), jax.device_get(state.params)
@@ -67,7 +79,7 @@ def check_logits_and_export(family, tmp_path):
     arguments = [str(tmp_path / "run"), str(tmp_path / "back"), "--adapter"]
     assert app.main("convert", arguments) == 0
     saved = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
-    original = json.loads((ADAPTERS / family / "adapter_config.json").read_text())
+    original = json.loads((ADAPTERS / name / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(GOLDEN / family)
     assert "began with" in (tmp_path / "back" / "README.md").read_text()
     for key in ("use_rslora", "lora_dropout"):
@@ -81,7 +93,7 @@ def check_logits_and_export(family, tmp_path):
         return
     # Modules without an update have one of zeros.
     assert (saved["r"], saved["lora_alpha"]) == (original["r"], original["lora_alpha"])
-    there, here = tensors(ADAPTERS / family), tensors(tmp_path / "back")
+    there, here = tensors(ADAPTERS / name), tensors(tmp_path / "back")
     assert there.keys() <= here.keys()
     for name, values in here.items():
         expected = there.get(name, np.zeros_like(values))
@@ -120,7 +132,8 @@ def changed(folder, **keys):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']: is not supported"),
         ({"init_lora_weights": "pissa"}, "changes the weights of the model"),
         ({"bias": "all"}, "biases are not part of an adapter"),
-        ({"alpha_pattern": {"(a*)*b": 3}}, "alpha_pattern='(a*)*b': 3: is not supported"),
+        ({"alpha_pattern": {r"(a)\1": 3}}, r"alpha_pattern='(a)\\1': has '\\'"),
+        ({"alpha_pattern": {"(q|v)_proj": 0}}, "'(q|v)_proj': 0 is not a positive number"),
     ],
 )
 def test_what_an_adapter_here_cannot_be_is_one_line(keys, fault, tmp_path):
