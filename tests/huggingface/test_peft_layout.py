@@ -63,7 +63,7 @@ class Case:
             if name.endswith((A, B)):
                 self.factors[name] = 0.2 * generator.standard_normal(leaf.shape, np.float32)
 
-    def write(self, folder):
+    def write(self, folder, **settings):
         folder.mkdir()
         peft.write(
             folder,
@@ -72,7 +72,7 @@ class Case:
             self.factors.__getitem__,
             shapes=self.shapes,
             layers=self.layers,
-            adapter=vars(self.adapter),
+            adapter=vars(self.adapter) | settings,
             dtype=np.dtype("float32"),
             base_model=None,
         )
@@ -212,7 +212,7 @@ def test_ranks_and_alphas_of_fused_layers_are_in_the_patterns(tmp_path):
 
 
 def test_what_peft_would_take_for_routed_experts_is_named_as_a_parameter(tmp_path):
-    config = Case("deepseek_v3").write(tmp_path / "adapter")
+    config = Case("deepseek_v3").write(tmp_path / "adapter", dropout=0.25)
     names = ("gate_proj", "up_proj", "down_proj")
     assert sorted(config["target_parameters"]) == sorted(
         [f"model.layers.{layer}.mlp.{name}.weight" for layer in (0, 1) for name in names]
@@ -220,6 +220,10 @@ def test_what_peft_would_take_for_routed_experts_is_named_as_a_parameter(tmp_pat
         + ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate.weight"]
     )
     assert not [name for name in config["target_modules"] if "self_attn" not in name]
+    # PEFT rejects dropout of parameters.
+    assert config["lora_dropout"] == 0
+    config = Case("llama3").write(tmp_path / "other", dropout=0.25)
+    assert config["lora_dropout"] == 0.25 and "target_parameters" not in config
 
 
 def zero_update(targets, folder):
