@@ -16,7 +16,10 @@ from meshtrain.inference.sampling import Sampling, generate
 from meshtrain.models import lora, lora_layer, lora_merge, transformer, trees
 from meshtrain.models.base import CacheState
 from meshtrain.models.blocks import run_blocks
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import attention as attention_ops
+from meshtrain.tools.verify.reference import model as reference_model
+from meshtrain.tools.verify.reference.adapter import Adapter
 from tests.lib.compare import assert_same
 from tests.lib.configs import tiny_config
 from tests.lib.runs import Run
@@ -187,6 +190,24 @@ def test_adapters_by_name_equal_merged_kernels_with_a_cache_too(x64):
     found = jax.jit(functools.partial(logits_of, model))(params, TOKENS)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
     check_cache(model, params, expected)
+
+    # Loss and gradients of A and B are those of the reference model.
+    batch = Batch(TOKENS, TOKENS, np.ones(TOKENS.shape), None, None)
+    adapter = Adapter(2, 6.0, tuple(f"*/{name}" for name in names))
+    typed = TransformerConfig(**section)
+
+    def own_loss(factors):
+        tree = trees.merge(params, factors)
+        x = run_blocks(model.block, model.stack(tree["layers"]), model.embed(tree, batch), batch)
+        return model.head(tree, x, batch).loss
+
+    def reference_loss(factors):
+        return reference_model.loss(trees.merge(params, factors), batch, typed, adapter)
+
+    factors = trees.matching(params, lambda path: "lora_" in path)
+    with jax.numpy_rank_promotion("allow"):
+        expected = jax.jit(jax.value_and_grad(reference_loss))(factors)
+    assert_same(jax.jit(jax.value_and_grad(own_loss))(factors), expected, 1e-10)
 
 
 def cached_logits(model, params, tokens, caches, start):
