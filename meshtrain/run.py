@@ -256,12 +256,6 @@ def open_run(
     setting_warnings = warnings.setting_warnings(cfg, train_data)
     for warning in (*layout_warnings, *setting_warnings):
         writer.warn(warning.text, warning.fields)
-    if fault := convert.adapter_fault(cfg, abstract_state.params):
-        writer.warn(
-            f"convert --adapter cannot write this adapter, only merged weights can be exported: "
-            f"{fault}; leave such layers out of adapter.targets if PEFT is to load it",
-            dict(about="adapter"),
-        )
 
     # ---- the first state ----
     if saved:

@@ -390,26 +390,6 @@ def export_faults(cfg: Config, workdir: str | Path | None) -> list[str]:
     return []
 
 
-def adapter_fault(cfg: Config, params: Params) -> str | None:
-    """Returns why PEFT would have no folder for the adapter of a run; None if it would have one.
-
-    `params`, which may be abstract, are those of the run. It can be trained, and merged.
-    """
-    paths = weights.paths_of(params)
-    layers = adapted_layers(paths)
-    if not layers or cfg.model.build != BUILD:
-        return None
-    section = {**config_json.SECTION_DEFAULTS, **cfg.model.options, "build": BUILD}
-    try:
-        original = run_tokenizer.imported_config(Path(cfg.checkpoint.init_from), cfg.to_dict())
-        config = config_json.to_config(section, config_json.read(original) if original else None)
-        family = config_json.family_of(config)
-    except ConfigError:
-        return None  # no family has this model, which a run may train
-    shapes = {path: leaf.shape for path, leaf in zip(paths, jax.tree.leaves(params), strict=True)}
-    return peft.fault_of(family, section, shapes, layers)
-
-
 def _with_trained_length(section: Section, data: Mapping[str, Any]) -> Section:
     """Returns a section whose max_seq_len is at least the length of the rows of the training.
 

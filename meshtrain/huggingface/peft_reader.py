@@ -5,7 +5,6 @@ expert.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,18 +18,18 @@ from meshtrain.checkpoint import run_tokenizer
 from meshtrain.cluster import distributed
 from meshtrain.config.schema import AdapterConfig, Config
 from meshtrain.errors import ConfigError
-from meshtrain.huggingface import config_json, convert, files, tensor_rows
+from meshtrain.huggingface import (
+    config_json,
+    convert,
+    files,
+    name_pattern,
+    peft_layout,
+    tensor_rows,
+)
 from meshtrain.huggingface.families import base
 from meshtrain.huggingface.families.base import BUILD, Family, Section
-from meshtrain.huggingface.peft import (
-    CONFIG,
-    KERNEL,
-    PREFIX,
-    WEIGHTS,
-    Factors,
-    fused_of_experts,
-    is_of_experts,
-)
+from meshtrain.huggingface.peft import CONFIG, KERNEL, PREFIX, WEIGHTS
+from meshtrain.huggingface.peft_layout import Factors, Target
 from meshtrain.huggingface.tensor_rows import Row
 from meshtrain.models import trees
 from meshtrain.models.base import Params
@@ -167,48 +166,40 @@ def read(folder: Path, family: Family, section: Section, kernels: Mapping[str, t
     modules = _read_modules(folder, family)
     rank, alpha, rslora = config["r"], config["lora_alpha"], bool(config.get("use_rslora"))
     used: set[str] = set()
-    factors: dict[str, tuple[list[Factors | None], Row]] = {}
-    missing: list[str] = []
-    rows = tensor_rows.rows(family.names, kernels, section)
-    for row in rows:
-        if row.holds_all_experts:
-            continue
-        found = _factors_of_row(row, family, modules, config, used)
-        if any(one is not None for one in found):
-            factors[row.path.removesuffix(KERNEL)] = found, row
-            names = zip(row.tensors, found, strict=True)
-            missing += [name.removesuffix(".weight") for name, one in names if one is None]
+    factors: dict[str, tuple[list[Factors | None], Row, list[str]]] = {}
+    missing: dict[str, None] = {}  # in their order
+    targets = peft_layout.targets(tensor_rows.rows(family.names, kernels, section), family)
+    for target in targets:
+        found = _factors_of(target, targets, modules, config, used)
+        for row, of_row in zip(target.rows, found, strict=True):
+            if any(one is not None for one in of_row):
+                names = _module_names(row, target)
+                factors[row.path.removesuffix(KERNEL)] = of_row, row, names
+                absent = (number for number, one in enumerate(of_row) if one is None)
+                missing |= dict.fromkeys(names[number] for number in absent)
     if unused := sorted(modules.keys() - used):
-        of_experts = [module for module in unused if "experts" in module.split(".")]
-        if of_experts and any(row.holds_all_experts for row in rows):
-            raise ConfigError(
-                f"{folder / WEIGHTS}: {of_experts[0]} has an update of the experts of "
-                f"{family.architecture}, whose files hold all experts of a layer in one tensor: "
-                f"such an update cannot be read ({len(of_experts)} such modules); merge it into "
-                f"the model with PEFT, or leave out target_parameters"
-            )
         raise ConfigError(
             f"{folder / WEIGHTS}: {unused[0]} of {family.architecture} has an update, which is not "
             f"possible here ({len(unused)} such modules); there may be one of the projections of "
             f"attention, feed-forward and experts"
         )
-    found_ranks = [one[0].shape[-2] for many, _ in factors.values() for one in many if one]
+    found_ranks = [one[0].shape[-2] for many, *_ in factors.values() for one in many if one]
     settings = AdapterConfig(
         rank=max(found_ranks, default=rank),
         alpha=alpha,
         targets=tuple(sorted(factors)),
         dropout=config.get("lora_dropout") or 0.0,
         rslora=rslora,
-        experts=any(is_of_experts(row) for _, row in factors.values()),
+        experts=any(row.is_of_experts for _, row, _ in factors.values()),
     )
     # The factor of another rank than `r` stays the same.
     scale = AdapterConfig(rank=rank, alpha=alpha, rslora=rslora).scale
     settings = replace(settings, alpha=alpha * scale / settings.scale)
     arrays: dict[str, np.ndarray] = {}
-    for path, (many, row) in factors.items():
-        a, b = _stacked(many, row, kernels[path + KERNEL], settings.rank)
+    for path, (many, row, names) in factors.items():
+        a, b = _stacked(many, row, names, kernels[path + KERNEL], settings.rank)
         arrays |= {f"{path}/{A}": a, f"{path}/{B}": b}
-    return Found(config.get("base_model_name_or_path"), settings, arrays, missing)
+    return Found(config.get("base_model_name_or_path"), settings, arrays, [*missing])
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -286,96 +277,75 @@ def _in_model(module: str, family: Family) -> str:
     return module
 
 
-def _factors_of_row(
-    row: Row,
-    family: Family,
+def _factors_of(
+    target: Target,
+    targets: Sequence[Target],
     modules: Mapping[str, Factors],
     config: Mapping[str, Any],
     used: set[str],
-) -> list[Factors | None]:
-    """Returns A (R, I) and B (O, R) of each tensor of a kernel; None for one without an update.
+) -> list[list[Factors | None]]:
+    """Returns A (R, I) and B (O, R) of each of a target's kernels, by layer and expert.
 
-    B includes what the factor of the module differs from that of the adapter. Adds the modules to
-    `used`.
+    None stands for those without an update. B includes what the factor of the module differs from
+    that of the adapter. Adds the modules to `used`.
     """
-    found: list[Factors | None] = []
-    for number, tensor in enumerate(row.tensors):
-        module = tensor.removesuffix(".weight")
-        factors = modules.get(module)
-        if factors is not None:
+    num_experts = target.num_experts
+    found: list[list[Factors | None]] = [[] for _ in target.rows]
+    for layer, name in enumerate(target.names):
+        module = _module_of(target, name, targets, modules, config)
+        if module is not None:
             used.add(module)
-            factors = _with_factor(factors, module, config)
-            factors = _of_part(factors, row, number)
-        elif is_of_experts(row):
-            factors = _of_expert(row, number, family, modules, config, used)
-        found.append(factors)
+            factors = _with_factor(modules[module], name, config, num_experts=num_experts)
+            num_outputs = len(factors[1])
+            if num_outputs != target.num_outputs:
+                raise ConfigError(
+                    f"{WEIGHTS}: {name} has {target.num_outputs} outputs, and its lora_B "
+                    f"{list(factors[1].shape)}; use the model that the adapter belongs to"
+                )
+            of_kernels = peft_layout.split(target, factors, config["r"])
+            for of_row, of_kernel in zip(found, of_kernels, strict=True):
+                for expert in range(num_experts):
+                    one = of_kernel and (of_kernel[0][expert], of_kernel[1][expert])
+                    of_row.append(one)
+            continue
+        # Adapters of earlier versions of transformers have the names of the tensors in the files.
+        for row, of_row in zip(target.rows, found, strict=True):
+            first = layer * num_experts
+            for own_module in _module_names(row, target)[first : first + num_experts]:
+                has_own = not target.is_of_experts or peft_layout.is_split_by_expert(row)
+                own_factors = modules.get(own_module) if has_own else None
+                if own_factors is not None:
+                    used.add(own_module)
+                    own_factors = _with_factor(own_factors, own_module, config)
+                of_row.append(own_factors)
     return found
 
 
-def _of_part(factors: Factors, row: Row, number: int) -> Factors:
-    """Returns the factors of a kernel's part of a fused tensor, such as query, from the tensor's.
-
-    All parts have the same A.
-    """
-    fused = row.fused
-    if fused is None:
-        return factors
-    a, b = factors
-    (num_outputs,) = fused.shape
-    if len(b) != num_outputs:
-        raise ConfigError(
-            f"{WEIGHTS}: {row.tensors[number]} has {num_outputs} outputs, and its lora_B "
-            f"{list(b.shape)}; use the model that the adapter belongs to"
-        )
-    outputs = fused.parameter_view(np.arange(num_outputs)).reshape(-1)
-    return a, b[outputs]
+def _module_names(row: Row, target: Target) -> list[str]:
+    """Returns the names in the files of a kernel's modules, by layer and expert."""
+    if target.is_of_experts and not peft_layout.is_split_by_expert(row):
+        return [name for name in target.names for _ in range(target.num_experts)]
+    return [name.removesuffix(".weight") for name in row.tensors]
 
 
-def _of_expert(
-    row: Row,
-    number: int,
-    family: Family,
+def _module_of(
+    target: Target,
+    name: str,
+    targets: Sequence[Target],
     modules: Mapping[str, Factors],
     config: Mapping[str, Any],
-    used: set[str],
-) -> Factors | None:
-    """Returns the factors of one expert, from those of the parameter that holds all of a layer."""
-    num_experts = row.stack[1]
-    layer, expert = divmod(number, num_experts)
-    fused = fused_of_experts(family)
-    for parameter, parts in fused.items():
-        part = next((n for n, name in enumerate(parts) if row.name.endswith(name)), None)
-        if part is None:
-            continue
-        stem = row.name.removesuffix(parts[part]).replace("*", str(layer + row.first))
-        folder = stem + parameter.rpartition(".")[0]
-        inner = f"{folder}.base_layer"
-        is_first = parameter == next(iter(fused))
-        module = inner if inner in modules and is_first else folder
-        targets = config.get("target_parameters") or []
-        leaf = parameter.rpartition(".")[2]
-        is_target = inner in modules or any(str(one).endswith(leaf) for one in targets)
-        if module not in modules or not is_target:
-            continue
-        used.add(module)
-        key = f"{folder}.{leaf}"
-        a, b = _with_factor(modules[module], key, config, num_experts=num_experts)
-        a_RI = a.reshape(num_experts, -1, a.shape[-1])[expert]
-        b_OR = b.reshape(len(b), -1, num_experts)[:, :, expert]
-        if len(parts) == 1:
-            return a_RI, b_OR
-        b_of_part = np.split(b_OR, len(parts))[part]
-        # `write` and PEFT itself join two updates: A one after the other, B on the diagonal.
-        own = slice(part * config["r"], (part + 1) * config["r"])
-        is_joined = len(a_RI) == len(parts) * config["r"]
-        if is_joined and not np.delete(b_of_part, own, axis=1).any():
-            return a_RI[own], b_of_part[:, own]
-        return a_RI, b_of_part
-    return None
-
-
-# A regular expression that takes no long time, and is all that is used in practice.
-PATTERN = re.compile(r"\^?(\.\*)?[\w.\\]{0,200}\$?")
+) -> str | None:
+    """Returns the module that has the factors of `name`, of `target.names`; None if none has."""
+    if not target.is_of_experts:
+        return name if name in modules else None
+    folder, _, leaf = name.rpartition(".")
+    if f"{folder}.base_layer" in modules:
+        module = peft_layout.module_of(target, name, targets)
+    else:
+        # There is one, whose name only adapter_config.json has.
+        named = [str(one).rpartition(".")[2] for one in config.get("target_parameters") or []]
+        module = folder if leaf in named else None
+    return module if module in modules else None
 
 
 def _with_factor(
@@ -389,9 +359,15 @@ def _with_factor(
         )
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if not PATTERN.fullmatch(pattern) or not base.is_positive(value):
-            raise ConfigError(f"{CONFIG}: alpha_pattern={pattern!r}: {value!r}: is not supported")
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        try:
+            is_match = name_pattern.matches(pattern, module)
+        except ValueError as error:
+            raise ConfigError(f"{CONFIG}: alpha_pattern={pattern!r}: {error}") from error
+        if not base.is_positive(value):
+            raise ConfigError(
+                f"{CONFIG}: alpha_pattern={pattern!r}: {value!r} is not a positive number"
+            )
+        if is_match:
             alpha = value
             break
     rslora = bool(config.get("use_rslora"))
@@ -402,13 +378,19 @@ def _with_factor(
 
 
 def _stacked(
-    many: Sequence[Factors | None], row: Row, kernel: tuple[int, ...], rank: int
+    many: Sequence[Factors | None],
+    row: Row,
+    names: Sequence[str],
+    kernel: tuple[int, ...],
+    rank: int,
 ) -> Factors:
     """Returns A and B of all tensors of a kernel, of shape `kernel`, as parameters.
 
-    Ranks that a tensor lacks are zeros, which stay zeros in training.
+    `names` are those of the modules. Ranks that a tensor lacks are zeros, which stay zeros in
+    training.
     """
-    stack, dims = kernel[: len(row.stack)], kernel[len(row.stack) :]
+    num_stacked = ("L" in row.sizes) + row.is_of_experts
+    stack, dims = kernel[:num_stacked], kernel[num_stacked:]
     num_in, num_out = next((a.shape[-1], len(b)) for a, b in filter(None, many))
     into = next(
         (n for n in range(1, len(dims)) if math.prod(dims[:n]) == num_in),
@@ -424,7 +406,7 @@ def _stacked(
         a_RI, b_OR = factors
         if (a_RI.shape[-1], len(b_OR)) != expected:
             raise ConfigError(
-                f"{WEIGHTS}: {row.tensors[number]} has {expected[0]} inputs and {expected[1]} "
+                f"{WEIGHTS}: {names[number]} has {expected[0]} inputs and {expected[1]} "
                 f"outputs, and its lora_A {list(a_RI.shape)}, its lora_B {list(b_OR.shape)}; use "
                 f"the model that the adapter belongs to"
             )

@@ -111,15 +111,32 @@ class Row:
         return tuple(sum(map(self._dim_size, _parts(dim)[1])) for dim in self.dims)
 
     @property
-    def holds_all_experts(self) -> bool:
-        """Returns whether the tensor has a dim of experts, whose kernels it holds."""
-        return "E" in self.dims
+    def has_inputs_first(self) -> bool:
+        """Returns whether the tensors of a linear layer are (inputs, outputs), as GPT-2's are."""
+        first_letter = DIMS[in_stack(self.path)][0]
+        return self._linear_dims[0].startswith(first_letter)
 
     @property
-    def fused(self) -> "Row | None":
-        """Returns the row of the dim of which this is a part, alone; None if this is no part."""
-        fused = [dim for dim in self.dims if any(map(str.isdigit, dim))]
-        return replace(self, dims=tuple(fused)) if fused else None
+    def outputs(self) -> "Row":
+        """Returns the row of the dim of outputs of a linear layer, alone."""
+        first, last = self._linear_dims
+        return replace(self, dims=(last if self.has_inputs_first else first,))
+
+    @property
+    def _linear_dims(self) -> tuple[str, ...]:
+        """Returns the dims of a linear layer in the files, without that of all experts."""
+        return tuple(dim for dim in self.dims if dim != "E" or not self.is_of_experts)
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Returns whether each expert has a parameter of its own, unlike a router's."""
+        return "E" in self.sizes and "E" not in DIMS[in_stack(self.path)]
+
+    @property
+    def layers_and_experts(self) -> tuple[int, int]:
+        """Returns the numbers of layers and experts in the leading dims, 1 without such a dim."""
+        num_experts = self.sizes["E"] if self.is_of_experts else 1
+        return self.sizes.get("L", 1), num_experts
 
     def parameter_view(self, tensor: np.ndarray) -> np.ndarray:
         """Returns a view of a tensor with the dims of the parameter, of one layer and expert."""

@@ -96,6 +96,8 @@ class Model:
     is_trained: Callable[[str], bool] | None = None
     # Paths of the linear layers that may get an adapter, each with the number of dims of its input.
     linears: Mapping[str, int] = field(default_factory=dict)
+    # Those of them that get one only by a pattern that ends with their own name.
+    named_linears: tuple[str, ...] = ()
     # Paths of kernels (experts, in, out) that may get one for each expert.
     expert_linears: tuple[str, ...] = ()
     # Whether the train step adds a key for each row to the batch (a dict or a Batch), for

@@ -20,6 +20,7 @@ from meshtrain.models.layers import (
     norm,
     with_scores,
 )
+from meshtrain.models.lora_layer import with_update
 from meshtrain.models.rope import rope
 from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.parallel.remat import recomputed
@@ -123,6 +124,7 @@ class LatentAttention(nnx.Module):
         N, C = self.c.head_size, self.c.kv_lora_rank
         stored, used = ("embed", "heads", "head_dim"), (None, "heads", "head_dim")
         kernel_CHM = gathered(self.kv_up.kernel[...], stored, used).astype(q_BSHK.dtype)
+        kernel_CHM = with_update(self.kv_up, kernel_CHM)
         q_BSHC = jnp.einsum("bshn,chn->bshc", q_BSHK[..., :N], kernel_CHM[..., :N])
         q_BSHE = jnp.concatenate([q_BSHC, q_BSHK[..., N:]], axis=-1)
         q_BSHE = constrain(q_BSHE, "batch", "seq", "heads", "head_dim")

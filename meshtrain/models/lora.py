@@ -262,7 +262,12 @@ def _matching(model: Model, targets: tuple[str, ...], *, experts: bool) -> set[s
     paths: set[str] = set()
     faults = []
     for pattern in targets:
-        matches = fnmatch.filter(linears, pattern)
+        name = pattern.rpartition("/")[2]
+        matches = [
+            path
+            for path in fnmatch.filter(linears, pattern)
+            if path not in model.named_linears or path.endswith(f"/{name}")
+        ]
         if not matches:
             hint = ""
             if fnmatch.filter(model.expert_linears, pattern):

@@ -76,6 +76,7 @@ def attach(module: nnx.Module, adapters: Mapping[tuple, Factors]) -> None:
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
             plain = layer.dot_general or jax.lax.dot_general
             layer.dot_general = functools.partial(_dot_general, plain, factors)
+            layer.add_update = functools.partial(_add_product, factors)
         else:  # the kernels of experts
             layer.add_update = functools.partial(_add_update, factors)
 
@@ -83,10 +84,23 @@ def attach(module: nnx.Module, adapters: Mapping[tuple, Factors]) -> None:
 def _dot_general(plain: Callable, factors: Factors, x, kernel, dimension_numbers, **options):
     """Returns what `plain`, a function like `lax.dot_general`, returns for x W + (drop(x) A) B."""
     a, b, drop = factors
+    a, b = a.astype(kernel.dtype), b.astype(kernel.dtype)  # of a router they may be narrower
     _, batch_dims = dimension_numbers
     inner = plain(drop(x), a, dimension_numbers, **options)
     over_rank = ((inner.ndim - 1,), (0,)), batch_dims
     return plain(x, kernel, dimension_numbers, **options) + plain(inner, b, over_rank, **options)
+
+
+def _add_product(factors: Factors, kernel: jax.Array) -> jax.Array:
+    """Returns W + A B of a linear layer."""
+    a, b, _ = factors
+    return kernel + jax.numpy.tensordot(a, b, axes=1).astype(kernel.dtype)
+
+
+def with_update(layer: nnx.Module, kernel: jax.Array) -> jax.Array:
+    """Returns the kernel of a linear layer, for what does not call the layer, with its update."""
+    add_update = getattr(layer, "add_update", None)
+    return kernel if add_update is None else add_update(kernel)
 
 
 def _add_update(factors: Factors, kernel_EIO: jax.Array) -> jax.Array:

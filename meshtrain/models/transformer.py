@@ -47,8 +47,8 @@ from meshtrain.parallel.sharding import constrain, gathered, num_shards
 
 # B batch, S sequence, T positions of the cache, D model, V padded vocabulary
 
-# Linear layers without adapters: generation multiplies queries by the kernel of the first.
-NOT_ADAPTED = ("/kv_up", "/router", "/shared_gate")
+# Linear layers that patterns such as layers/* leave without an adapter: see Model.named_linears.
+ADAPTED_BY_NAME = ("/kv_up", "/router", "/shared_gate")
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -261,16 +261,19 @@ class Decoder:
             self.axes[FIRST_LAYERS_KEY] = {str(n): self.dense.axes for n in range(self.num_first)}
 
     def linears(self) -> dict[str, int]:
-        """Returns `Model.linears`: the layers whose kernels nothing but the layer itself reads."""
+        """Returns `Model.linears`."""
         layers = {"layers": self.block}
         for n in range(self.num_first):
             layers[f"{FIRST_LAYERS_KEY}/{n}"] = self.dense
         linears = {}
         for prefix, layer in layers.items():
             for path, num_in in layer.linears.items():
-                if not path.endswith(NOT_ADAPTED):
-                    linears[f"{prefix}/{path}"] = num_in
+                linears[f"{prefix}/{path}"] = num_in
         return linears
+
+    def named_linears(self) -> tuple[str, ...]:
+        """Returns `Model.named_linears`."""
+        return tuple(path for path in self.linears() if path.endswith(ADAPTED_BY_NAME))
 
     def expert_linears(self) -> tuple[str, ...]:
         """Returns `Model.expert_linears`."""
@@ -418,6 +421,7 @@ def build(**config) -> base.Model:
         check_batch=partial(check_batch, c),
         num_inactive=weights.unused,
         linears=decoder.linears(),
+        named_linears=decoder.named_linears(),
         expert_linears=decoder.expert_linears(),
         row_keys=c.dropout > 0,
     )

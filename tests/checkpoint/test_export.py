@@ -2,15 +2,17 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshtrain.checkpoint import export
+from meshtrain.checkpoint import export, manifest
 from meshtrain.cli import app
 from meshtrain.config.parse import parse
 from meshtrain.errors import ConfigError
@@ -197,6 +199,199 @@ def test_a_kill_leaves_no_folder_that_is_half_written(seconds, tmp_path):
             names = {path.name for path in folder.iterdir()}
             assert {"config.json", "model.safetensors", "README.md"} <= names
             assert all(np.isfinite(one.read()).all() for one in files.tensors(folder).values())
+
+
+# ---- killed while it writes ----
+
+EXPORTED = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 1)
+from meshtrain.train import train
+from tests.lib.configs import tiny_config
+c = tiny_config()
+c.train.steps, c.eval.batches = 6, 0
+c.checkpoint.update(export="hf", export_every=2, keep_last=1)
+train(c, workdir=sys.argv[1])
+"""
+
+# In the process of an export: counts the moments at which it changes its folder, in files of their
+# own, and stops before the one with the number in HOLD_AT.
+SITE = """
+import builtins, os, sys, time
+folder = os.environ["HOLD_FOLDER"]
+moments = 0
+def moment():
+    global moments
+    if str(moments) == os.environ.get("HOLD_AT") and not os.listdir(folder):
+        with plain_open(f"{folder}/{os.getpid()}", "w"):
+            pass
+        time.sleep(600)
+    moments += 1
+def audit(event, args):
+    if event == "os.rename" and str(args[0]).endswith(".partial"):
+        moment()
+        if "HOLD_AT" not in os.environ:
+            plain_open(f"{folder}/{moments}", "w").close()
+    if event == "open" and ".partial" in str(args[0]) and set(str(args[1])) & set("wx"):
+        moment()
+class InHalves:
+    def __init__(self, file):
+        self.file = file
+    def write(self, data):
+        half = len(data) // 2
+        self.file.write(data[:half])
+        self.file.flush()
+        moment()
+        self.file.write(data[half:])
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+    def __enter__(self):
+        return self
+    def __exit__(self, *args):
+        self.file.close()
+plain_open = builtins.open
+def open_in_halves(path, mode="r", *args, **options):
+    file = plain_open(path, mode, *args, **options)
+    is_export = mode == "wb" and ".partial" in str(path)
+    return InHalves(file) if is_export else file
+if "convert" in sys.orig_argv:
+    sys.addaudithook(audit)
+    builtins.open = open_in_halves
+"""
+
+
+def start_run(workdir, held, site, **environ):
+    """Starts the run of EXPORTED, whose exports write names into the folder `held`."""
+    held.mkdir(exist_ok=True)
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(SITE)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{site}{os.pathsep}{ROOT}",
+        "JAX_PLATFORMS": "cpu",
+        "HOLD_FOLDER": str(held),
+        **environ,
+    }
+    return subprocess.Popen([sys.executable, "-c", EXPORTED, str(workdir)], env=environ)
+
+
+def wait_until(condition, process=None, seconds=900):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+def test_a_kill_while_an_export_is_written_leaves_no_folder_and_nothing_is_lost(tmp_path):
+    """At moments that are drawn, and before the last change: the run resumes and exports all."""
+    whole = tmp_path / "whole"
+    assert start_run(whole, tmp_path / "counts", tmp_path / "site").wait() == 0
+    (num_moments,) = {int(name) for name in os.listdir(tmp_path / "counts")}
+    assert num_moments > 20  # also one within each write of a tensor
+    drawn = random.sample(range(num_moments - 1), 3)
+    print("killed before the changes", drawn)
+
+    workdir = tmp_path / "run"
+    for place in [*drawn, num_moments - 1]:
+        held = tmp_path / f"held-{place}"
+        process = start_run(workdir, held, tmp_path / "site", HOLD_AT=str(place))
+        try:
+            wait_until(lambda held=held: os.listdir(held), process)
+        finally:
+            process.kill()
+            process.wait()
+        (pid,) = map(int, os.listdir(held))
+        wait_until(lambda pid=pid: not is_alive(pid))  # its export ends with it
+        (partial,) = os.listdir(workdir / "model")
+        assert partial == "2.partial"
+        # Without config.json it is no model; that is written last.
+        names = os.listdir(workdir / "model" / partial)
+        assert ("config.json" in names) == (place == num_moments - 1)
+    assert start_run(workdir, tmp_path / "no", tmp_path / "site").wait() == 0
+    assert sorted(os.listdir(workdir / "model")) == ["2", "4", "6"]
+    assert [row["step"] for row in events(workdir, "export")] == [2, 4, 6]
+    assert os.listdir(workdir / "checkpoints") == ["6"]
+    for name in ("2", "4", "6"):
+        here, there = workdir / "model" / name, whole / "model" / name
+        assert sorted(os.listdir(here)) == sorted(os.listdir(there))
+        assert tensors(here) == tensors(there)
+        assert (here / "config.json").read_bytes() == (there / "config.json").read_bytes()
+
+
+# ---- of several processes ----
+
+PROCESSES = """
+import sys
+import jax
+sys.path[:0] = ["."]
+jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
+from meshtrain.cluster import distributed
+from meshtrain.train import train
+from tests.lib.configs import tiny_config
+distributed.initialize()
+c = tiny_config()
+c.train.steps, c.eval.batches = 4, 0
+c.mesh.update(data=2, fsdp=2)
+c.checkpoint.update(export="hf", export_every=2, keep_last=2)
+train(c, workdir=sys.argv[1])
+"""
+
+
+def run_processes(workdir, num_processes):
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if num_processes > 1:
+        port = 20000 + os.getpid() % 20000
+        environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
+        environ["JAX_NUM_PROCESSES"] = str(num_processes)
+    command = [sys.executable, "-c", PROCESSES, str(workdir), str(4 // num_processes)]
+    processes = []
+    for rank in range(num_processes):
+        own = {"JAX_PROCESS_ID": str(rank)} if num_processes > 1 else {}
+        processes.append(subprocess.Popen(command, cwd=ROOT, env={**environ, **own}))
+    try:
+        assert [process.wait(timeout=900) for process in processes] == [0] * num_processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_export_what_one_process_writes(tmp_path):
+    """Each holds half of the shards: the folders are those of a conversion by one process."""
+    workdir = tmp_path / "two"
+    run_processes(workdir, 2)
+    assert sorted(os.listdir(workdir / "model")) == ["2", "4"]
+    assert [row["step"] for row in events(workdir, "export")] == [2, 4]
+    for name in ("2", "4"):
+        saved = manifest.read(workdir / "checkpoints" / name)
+        assert saved.processes == 2 and saved.mesh["data"] == saved.mesh["fsdp"] == 2
+        alone = tmp_path / name
+        assert app.main("convert", [str(workdir / "checkpoints" / name), str(alone)]) == 0
+        exported = workdir / "model" / name
+        assert sorted(os.listdir(exported)) == sorted(os.listdir(alone))
+        for path in alone.iterdir():
+            assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
+
+    # And those of a run of one process with the same mesh.
+    run_processes(tmp_path / "one", 1)
+    for name in ("2", "4"):
+        here, there = workdir / "model" / name, tmp_path / "one" / "model" / name
+        assert tensors(here) == tensors(there)
+        assert (here / "config.json").read_bytes() == (there / "config.json").read_bytes()
 
 
 TRANSFORMERS = """

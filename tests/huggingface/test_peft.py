@@ -93,43 +93,6 @@ def adapt(family, root, *, steps, targets, adapter=None, **model):
     train(c, workdir=root / "run")
 
 
-def test_the_three_parts_of_a_fused_tensor_have_no_adapter_in_peft(tmp_path, capsys):
-    adapt("gpt2", tmp_path, steps=0, targets=("layers/*",))
-    assert app.main("convert", [str(tmp_path / "run"), str(tmp_path / "a"), "--adapter"]) == 2
-    assert "which PEFT cannot adapt alone" in capsys.readouterr().err
-    assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])
-def test_a_tensor_of_all_experts_has_no_adapter(family, tmp_path, capsys):
-    """PEFT would load one of the experts as if they were one linear layer, without an error."""
-    adapt(family, tmp_path, steps=0, targets=("layers/mlp/down",), adapter={"experts": True})
-    assert app.main("convert", [str(tmp_path / "run"), str(tmp_path / "a"), "--adapter"]) == 2
-    out, error = capsys.readouterr()
-    assert "layers/mlp/down/kernel: G" in error and "holds all experts of a layer in" in error
-    assert "without such layers in adapter.targets" in error and not (tmp_path / "a").exists()
-    assert "warning     convert --adapter cannot write this adapter" in out + error
-
-
-@pytest.mark.parametrize(
-    ("family", "targets", "module"),
-    [
-        ("deepseek_v3", "layers/mlp/shared/down", "mlp.shared_experts.down_proj"),
-        ("dots1", "first_layers/*", "mlp.down_proj"),
-    ],
-)
-@pytest.mark.slow
-def test_peft_has_no_adapter_of_what_is_named_like_routed_experts(
-    family, targets, module, tmp_path, capsys
-):
-    """It would adapt the routed experts instead, without an error."""
-    adapt(family, tmp_path, steps=0, targets=(targets,))
-    assert app.main("convert", [str(tmp_path / "run"), str(tmp_path / "a"), "--adapter"]) == 2
-    error = capsys.readouterr().err
-    assert f"{module}.weight of D" in error and "PEFT adapts the routed experts" in error
-    assert "export the merged weights" in error and not (tmp_path / "a").exists()
-
-
 PEFT_LOGITS = """
 import sys
 import numpy as np, torch

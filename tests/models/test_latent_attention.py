@@ -11,11 +11,15 @@ from meshtrain.config.build import build_model
 from meshtrain.config.parse import parse
 from meshtrain.data.source import Batch
 from meshtrain.errors import ConfigError
+from meshtrain.huggingface import weights
 from meshtrain.inference.sampling import Sampling, generate
-from meshtrain.models import transformer
+from meshtrain.models import lora, lora_layer, lora_merge, transformer, trees
 from meshtrain.models.base import CacheState
 from meshtrain.models.blocks import run_blocks
+from meshtrain.models.transformer_config import TransformerConfig
 from meshtrain.ops import attention as attention_ops
+from meshtrain.tools.verify.reference import model as reference_model
+from meshtrain.tools.verify.reference.adapter import Adapter
 from tests.lib.compare import assert_same
 from tests.lib.configs import tiny_config
 from tests.lib.runs import Run
@@ -138,15 +142,72 @@ def test_a_cache_of_latents_gives_the_logits_of_full_rows(name, x64):
     section.pop("build")
     model = transformer.build(**section)
     params = jax.tree.map(lambda x: x.astype(jnp.float64), model.init(jax.random.key(0)))
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 9)))
-    expected = jax.jit(functools.partial(logits_of, model))(params, tokens)
+    expected = jax.jit(functools.partial(logits_of, model))(params, TOKENS)
     caches = model.empty_cache(2, 9, jnp.float64)
     assert {leaf.shape[-2:] for leaf in jax.tree.leaves(caches)} == {(1, 16 + 4)}
     assert len(jax.tree.leaves(caches[0])) == section["first_dense_layers"]
+    check_cache(model, params, expected)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 9))
+
+
+def check_cache(model, params, expected):
+    caches = model.empty_cache(2, 9, jnp.float64)
     step = jax.jit(functools.partial(cached_logits, model))
     for start, stop in ((0, 4), (4, 5), (5, 9)):
-        found, caches = step(params, tokens[:, start:stop], caches, start)
+        found, caches = step(params, TOKENS[:, start:stop], caches, start)
         np.testing.assert_allclose(found, expected[:, start:stop], rtol=0, atol=1e-12)
+
+
+def test_adapters_by_name_equal_merged_kernels_with_a_cache_too(x64):
+    """Of kv_up, which the cache meets in another formula, and of router and shared gate."""
+    section = latent("experts", shared_gate=True).model.to_dict()
+    section.pop("build")
+    plain = transformer.build(**section)
+    names = ("kv_up", "router", "shared_gate")
+    by_pattern = lora.lora(plain, rank=2, alpha=6.0, targets=("*", "layers/mlp/*"))
+    shapes = jax.eval_shape(by_pattern.init, jax.random.key(0))
+    adapted_by_pattern = lora_layer.adapted_layers(weights.paths_of(shapes))
+    assert not [path for path in adapted_by_pattern if path.endswith(names)]
+
+    model = lora.lora(plain, rank=2, alpha=6.0, targets=tuple(f"*/{name}" for name in names))
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), model.init(jax.random.key(0)))
+    generator = np.random.default_rng(1)
+    merged = params
+    layers = lora_layer.adapted_layers(weights.paths_of(params))
+    assert layers == ["first_layers/0/attention/kv_up"] + [
+        f"layers/{name}" for name in ("attention/kv_up", "mlp/router", "mlp/shared_gate")
+    ]
+    for path in layers:
+        layer = trees.leaf(params, path)
+        b = generator.normal(0, 0.3, layer["lora_b"].shape)
+        params = trees.merge(params, trees.nested(path, {"lora_b": b}))
+        kernel = lora_merge.merged(layer["kernel"], layer["lora_a"], b, scale=3.0)
+        merged = trees.merge(merged, trees.nested(path, {"kernel": kernel}))
+    merged = trees.matching(merged, lambda path: "lora_" not in path)
+    expected = jax.jit(functools.partial(logits_of, plain))(merged, TOKENS)
+    found = jax.jit(functools.partial(logits_of, model))(params, TOKENS)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    check_cache(model, params, expected)
+
+    # Loss and gradients of A and B are those of the reference model.
+    batch = Batch(TOKENS, TOKENS, np.ones(TOKENS.shape), None, None)
+    adapter = Adapter(2, 6.0, tuple(f"*/{name}" for name in names))
+    typed = TransformerConfig(**section)
+
+    def own_loss(factors):
+        tree = trees.merge(params, factors)
+        x = run_blocks(model.block, model.stack(tree["layers"]), model.embed(tree, batch), batch)
+        return model.head(tree, x, batch).loss
+
+    def reference_loss(factors):
+        return reference_model.loss(trees.merge(params, factors), batch, typed, adapter)
+
+    factors = trees.matching(params, lambda path: "lora_" in path)
+    with jax.numpy_rank_promotion("allow"):
+        expected = jax.jit(jax.value_and_grad(reference_loss))(factors)
+    assert_same(jax.jit(jax.value_and_grad(own_loss))(factors), expected, 1e-10)
 
 
 def cached_logits(model, params, tokens, caches, start):

@@ -26,9 +26,9 @@ def choices(settings: Mapping[str, Any], model: Model) -> dict[str | None, Adapt
         # Of the stack, if the model has one.
         layer = min(model.linears, key=lambda path: (not path.startswith("layers/"), path))
         group = layer.rpartition("/")[0]
-        target = f"{group}/*" if group else layer
-        found[f"rank 2 of {target} and own heads"] = Adapter(
-            2, 7.0, (target,), trainable=",".join(_heads(model)), rslora=True
+        targets = (f"{group}/*" if group else layer, *model.named_linears)
+        found[f"rank 2 of {', '.join(targets)} and own heads"] = Adapter(
+            2, 7.0, targets, trainable=",".join(_heads(model)), rslora=True
         )
         found["rank 3 of all layers"] = Adapter(3, 12.0, ("*",), dropout=0.25)
     if model.expert_linears:

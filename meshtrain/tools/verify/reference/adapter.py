@@ -22,6 +22,9 @@ from meshtrain.tools.verify.reference.dropout import dropped
 A, B = "lora_a", "lora_b"
 FIRST_SITE = 2**16  # of the masks of adapters
 
+# Layers that patterns such as layers/* do not adapt.
+BY_NAME = ("router", "kv_up", "shared_gate")
+
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
@@ -143,11 +146,10 @@ def initial_stddevs(
     for path in stddevs:
         layer, _, name = path.rpartition("/")
         is_in_layer = layer.startswith(("layers/", "first_layers/"))
-        # Generation multiplies queries by kv_up; the kernels of experts are no linear layers.
+        # The kernels of experts are no linear layers.
         is_of_expert = _is_of_expert(layer, stddevs)
-        is_linear = not layer.endswith(("/router", "/kv_up", "/shared_gate"))
-        is_linear &= adapter.experts or not is_of_expert
-        is_target = any(fnmatch.fnmatchcase(layer, pattern) for pattern in adapter.targets)
+        is_linear = adapter.experts or not is_of_expert
+        is_target = any(_names(pattern, layer) for pattern in adapter.targets)
         if name == "kernel" and is_in_layer and is_linear and is_target:
             num_stacked = int(layer.startswith("layers/")) + int(is_of_expert)
             inputs = shapes.get(f"{layer}/{A}", (1, 1, 1))[num_stacked:-1]
@@ -157,8 +159,15 @@ def initial_stddevs(
 
 def _is_of_expert(layer: str, stddevs: Mapping[str, float]) -> bool:
     """Returns whether each expert has a kernel of its own in this layer."""
-    parent = layer.rpartition("/")[0]
-    return f"{parent}/router/kernel" in stddevs
+    parent, _, name = layer.rpartition("/")
+    return name not in BY_NAME and f"{parent}/router/kernel" in stddevs
+
+
+def _names(pattern: str, layer: str) -> bool:
+    """Returns whether a pattern matches a layer; some only match it by their own name."""
+    name = layer.rpartition("/")[2]
+    is_allowed = name not in BY_NAME or pattern.rpartition("/")[2] == name
+    return is_allowed and fnmatch.fnmatchcase(layer, pattern)
 
 
 def _stacked(kernel: np.ndarray, a: np.ndarray, b: np.ndarray) -> Any:

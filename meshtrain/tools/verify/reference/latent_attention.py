@@ -32,6 +32,9 @@ def heads(
     update_BSHK = None
     if "update" in p[query_layer]:
         update_BSHK = p[query_layer]["update"](source, 1)
+    up_BSHM = None
+    if "update" in p["kv_up"]:
+        up_BSHM = p["kv_up"]["update"](latent, 1)
     queries, keys, values = [], [], []
     for head in range(c.num_heads):
         query = source @ p[query_layer]["kernel"][:, head]
@@ -40,6 +43,8 @@ def heads(
         rotated = rope(query[..., None, no_rope:][..., pairs])[:, :, 0]
         queries.append(jnp.concatenate([query[..., :no_rope], rotated], -1))
         up = latent @ p["kv_up"]["kernel"][:, head]
+        if up_BSHM is not None:
+            up += up_BSHM[:, :, head]
         keys.append(jnp.concatenate([up[..., :no_rope], shared_BSR], -1))
         values.append(up[..., -width:])
     return jnp.stack(queries, 2), jnp.stack(keys, 2), jnp.stack(values, 2)

@@ -27,6 +27,8 @@ def mixture(
     """
     E, k, measured = c.num_experts, c.experts_per_token, p["measured"]
     logits_BSE = jnp.einsum("bsd,de->bse", x_BSD, p["router"]["kernel"])
+    if "update" in p["router"]:
+        logits_BSE = logits_BSE + p["router"]["update"](x_BSD, 1)
     if c.expert_bias:
         logits_BSE = logits_BSE + p["router"]["bias"][None, None]
     scores_BSE = 1 / (1 + jnp.exp(-logits_BSE))
@@ -49,7 +51,10 @@ def mixture(
     if c.num_shared_experts:
         shared_BSD = mlp(x_BSD, p["shared"], c)
         if c.shared_gate:
-            shared_BSD = shared_BSD / (1 + jnp.exp(-(x_BSD @ p["shared_gate"]["kernel"])))
+            gate_BS1 = x_BSD @ p["shared_gate"]["kernel"]
+            if "update" in p["shared_gate"]:
+                gate_BS1 = gate_BS1 + p["shared_gate"]["update"](x_BSD, 1)
+            shared_BSD = shared_BSD / (1 + jnp.exp(-gate_BS1))
         y_BSD = y_BSD + shared_BSD
     load_BSE, w_BS1 = chosen_BSE / k, batch.weights[..., None]
     log_z_BS = jnp.log(jnp.exp(logits_BSE).sum(-1))
