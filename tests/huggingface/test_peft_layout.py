@@ -128,7 +128,7 @@ def updates_of_peft(folder, case):
         assert b.shape[1] == a.shape[0] == num_experts * rank
         a = a.reshape(num_experts, rank, -1)
         b = b.reshape(len(b), rank, num_experts)
-        update = scale * np.einsum("ore,eri->eoi", b, a)
+        update = scale * np.einsum("dre,eri->edi", b, a)
         if num_experts == 1:
             is_transposed = case.family == "gpt2"
             assert config["fan_in_fan_out"] == is_transposed
