@@ -97,8 +97,9 @@ def test_keys_that_matter_in_training_alone_do_not_decide_the_logits():
     sparse = section(num_experts=4, experts_per_token=2, d_expert=8, qk_norm=True)
     without = {"balance", "balance_weight", "router_z_loss", "dropout", "z_loss"}
     without |= {"attention_impl", "loss_chunk_mib"}
-    # Of a gate that is not clamped, and of shared experts where there are none.
-    without |= {"glu_limit", "glu_slope", "d_shared", "shared_gate"}
+    # Of a gate that is not clamped, of shared experts where there are none, and of queries that do
+    # not grow.
+    without |= {"glu_limit", "glu_slope", "d_shared", "shared_gate", "query_growth_length"}
     assert {*sparse} - {*transformer_config.effective(sparse)} == without
     dense = {
         *section(),
