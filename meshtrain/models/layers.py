@@ -209,7 +209,9 @@ class Sinks(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(num_heads), out_sharding=("heads",))
 
     def __call__(self) -> jax.Array:
-        return gathered(self.bias[...], ("heads",), ("heads",))
+        sinks_H = gathered(self.bias[...], ("heads",), ("heads",))
+        # In float32, because the gradient is a sum over all queries.
+        return sinks_H.astype(jnp.promote_types(sinks_H.dtype, jnp.float32))
 
 
 def _head_norm(

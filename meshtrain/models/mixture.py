@@ -146,7 +146,8 @@ class Mixture(nnx.Module):
             scores_BSE = share_BSE = jnp.exp(logits_BSE - log_z_BS[..., None])
         experts_BSk = self._choose(jax.lax.stop_gradient(scores_BSE))
         is_chosen_BSkE = experts_BSk[..., None] == jnp.arange(c.num_experts)[None, None, None]
-        weights_BSk = jnp.where(is_chosen_BSkE, scores_BSE[:, :, None], 0).sum(-1)
+        with jax.named_scope("share"):  # all terms but one are zero
+            weights_BSk = jnp.where(is_chosen_BSkE, scores_BSE[:, :, None], 0).sum(-1)
         if c.router != "softmax":
             weights_BSk /= weights_BSk.sum(-1, keepdims=True) + jnp.finfo(wide).tiny
         load_BSE = is_chosen_BSkE.mean(2, dtype=wide)

@@ -14,6 +14,7 @@ from meshtrain.program import assemble
 from meshtrain.state import TrainState
 from meshtrain.tools.verify.laws import dtypes
 from tests.lib.configs import GPT2, packed
+from tests.lib.families import FAMILIES
 from tests.lib.runs import Run
 
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -26,6 +27,8 @@ LATENT |= dict(balance_weight=0.1, router_z_loss=0.1, expert_groups=(4, 2), capa
 LATENT |= dict(first_dense_layers=1, d_model=64, v_head_dim=12)
 GEMMA = dict(dropout=0.1, post_norm=True, norm="rms_1p", embed_scale=3.0)
 OLMO = dict(qk_norm=True, qk_norm_heads="all", norm="layer", attention_impl="blockwise:5")
+SINKS = dict(attention_sinks=True, attention="lg", window=5)
+GPT_OSS = dict(SINKS, mlp="clamped_swiglu", num_experts=4, experts_per_token=2, expert_bias=True)
 CHUNKS = dict(z_loss=1e-3, loss_chunk_mib=0.01, qk_norm=True)
 slow = pytest.mark.slow
 
@@ -38,6 +41,12 @@ def fault_of(model, mesh, dtype, train):
     scoped = run.parts._replace(model=dtypes.with_scope(run.parts.model))
     program = assemble(run.cfg, scoped, devices=run.program.mesh.devices.ravel())
     return dtypes.fault_of(program, run.batch(), is_transformer=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_laws_hold_for_every_family(family):
+    assert fault_of(FAMILIES[family], CUBE, "bfloat16", {}) is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=slow)])
@@ -72,6 +81,13 @@ def fault_of(model, mesh, dtype, train):
             id="mixture",
         ),
         pytest.param(LATENT, dict(data=2, expert=2, tensor=2), {}, marks=slow, id="latent"),
+        pytest.param(GPT_OSS, CUBE, {}, id="sinks"),
+        pytest.param(
+            dict(SINKS, attention_impl="blockwise:5"), CUBE, {}, marks=slow, id="blockwise sinks"
+        ),
+        pytest.param(
+            dict(SINKS, attention="g"), dict(data=2, context=4), {}, marks=slow, id="ring sinks"
+        ),
     ],
 )
 def test_what_must_be_in_float32_is(model, mesh, train, dtype):

@@ -39,7 +39,8 @@ from meshtrain.program import Program
 from meshtrain.tools.verify.causes import sizes_of_scan
 
 MODEL = "verified_model"  # the scope of the model's equations
-SHARE = "share"  # that of a sum of which all terms but one are zero, see pipeline/per_stage.py
+# That of a sum of which all terms but one are zero: see pipeline/per_stage.py, models/mixture.py.
+SHARE = "share"
 HALF = ("bfloat16", "float16")
 
 # Their errors grow with the values or the number of terms.
@@ -184,7 +185,7 @@ class _Walk:
 
         if self.fault is None:
             self.fault = self.check(equation, entering, scope)
-        leaving = _marks_after(equation, entering)
+        leaving = _marks_after(equation, entering, scope)
         if self.is_transformer and MODEL in scope:
             leaving |= _sums_with_carried(equation, entering, scope)
         return [leaving for _ in equation.outvars]
@@ -260,7 +261,7 @@ def _inner_jaxpr(params: dict[str, Any]) -> Any:
     return None
 
 
-def _marks_after(equation: Any, entering: list[Marks]) -> Marks:
+def _marks_after(equation: Any, entering: list[Marks], scope: str) -> Marks:
     """Returns the marks of the result of an equation without others inside."""
     name = equation.primitive.name
     marks = frozenset().union(*entering)
@@ -282,7 +283,8 @@ def _marks_after(equation: Any, entering: list[Marks]) -> Marks:
     if name not in ("mul", "div", "max", "sub"):
         dropped.add(EXPONENTIAL)
     kept = frozenset(mark for mark in marks if mark not in dropped and mark[0] != IS)
-    if name in STATISTICS or (name == "reduce_sum" and EXPONENTIAL in marks):
+    is_sum = name == "reduce_sum" and SHARE not in scope.split("/")
+    if name in STATISTICS or (is_sum and EXPONENTIAL in marks):
         kept |= {STATISTIC}
     if name in ("exp", "exp2"):
         kept |= {EXPONENTIAL}

@@ -12,7 +12,7 @@ from meshtrain.models import transformer
 from meshtrain.models.base import Params
 from meshtrain.tools.verify.reference import step as reference_step
 
-# Their kernels have a leading dim of experts after that of layers.
+# Their kernels and biases have a dim of experts after that of layers.
 PER_EXPERT = ("gate", "up", "down")
 
 TOLERANCE = 1e-10
@@ -34,12 +34,15 @@ def identical(section: Mapping[str, Any], batch: Batch) -> str | None:
     section = {
         **section,
         "num_shared_experts": 0,
+        "shared_gate": False,
+        "d_shared": 0,
         "capacity_factor": 0.0,
         "router": "topk_softmax",
         "router_scale": 1.0,
         "router_z_loss": 0.0,
         "balance": "none",
         "bias": False,
+        "expert_bias": False,
     }
     model, params = _start(section)
     mlp = params["layers"]["mlp"]
@@ -139,8 +142,8 @@ def reorder(params: Params, order: np.ndarray) -> Params:
     mlp = dict(params["layers"]["mlp"])
     for name in PER_EXPERT:
         if name in mlp:
-            mlp[name] = {"kernel": mlp[name]["kernel"][:, order]}
-    mlp["router"] = {"kernel": mlp["router"]["kernel"][..., order]}
+            mlp[name] = {kind: leaf[:, order] for kind, leaf in mlp[name].items()}
+    mlp["router"] = {kind: leaf[..., order] for kind, leaf in mlp["router"].items()}
     measured = mlp["measured"].items()  # (layers, experts), or of a whole layer
     mlp["measured"] = {name: leaf[:, order] if leaf.ndim == 2 else leaf for name, leaf in measured}
     return _with_mlp(params, mlp)
