@@ -428,13 +428,17 @@ def _read(paths: Sequence[Path], start: inputs.Position) -> Iterator[inputs.Reco
 def _read_rows(path: Path, begin: inputs.Position) -> Iterator[inputs.Record]:
     opened = row_files.open_file(path, COLUMNS)
     for first in range(begin.number, opened.num_rows, ROWS_AT_ONCE):
-        numbers = np.arange(first, min(first + ROWS_AT_ONCE, opened.num_rows))
-        for number, row in zip(numbers.tolist(), opened.read(numbers), strict=True):
-            after = inputs.Position(begin.file, number + 1, number + 1)
+        last = min(first + ROWS_AT_ONCE, opened.num_rows)
+        rows = opened.read(np.arange(first, last))
+        for number, row in enumerate(rows, first):
             # What is no object is a fault of this row.
-            is_fault = isinstance(row, row_files.Fault)
-            content = row.reason if is_fault else conversations.of_row(row)
-            yield inputs.Record(json.dumps(content, default=str).encode(), after, 0)
+            if isinstance(row, row_files.Fault):
+                content = row.reason
+            else:
+                content = conversations.of_row(row)
+            data = json.dumps(content, default=str).encode()
+            after = inputs.Position(begin.file, number + 1, number + 1)
+            yield inputs.Record(data, after, 0)
 
 
 def _position(record: inputs.Record) -> inputs.Position:

@@ -346,12 +346,18 @@ def _entries(path: str, mixture: tuple, phases: tuple) -> list[Entry]:
 def _shares(entries: list[Entry]) -> tuple[list[str], list[np.ndarray]]:
     """Returns all paths, and for each entry the weight of each path."""
     if len(entries) == 1:  # a path may be named twice
-        paths, weights = zip(*entries[0].parts, strict=True)
-        return list(paths), [np.array(weights, np.float64)]
+        named, weights = zip(*entries[0].parts, strict=True)
+        return list(named), [np.array(weights, np.float64)]
+    weights_of_entries = [dict(entry.parts) for entry in entries]
     # In the order of their first phases, so that phases ahead change no number of a path.
-    paths = list(dict.fromkeys(path for entry in entries for path, _ in entry.parts))
-    rows = [[dict(entry.parts).get(path, 0.0) for path in paths] for entry in entries]
-    return paths, [np.array(row, np.float64) for row in rows]
+    paths: list[str] = []
+    for weight_of in weights_of_entries:
+        paths += [path for path in weight_of if path not in paths]
+    shares = []
+    for weight_of in weights_of_entries:
+        of_paths = [weight_of.get(path, 0.0) for path in paths]
+        shares.append(np.array(of_paths, np.float64))
+    return paths, shares
 
 
 def _phases_of(
